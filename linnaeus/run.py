@@ -22,6 +22,7 @@ from linnaeus.training.setup import (
     build_trainer,
     check_start,
     checkpoints_of,
+    finished_progress,
     resumed_checkpoint,
 )
 from linnaeus.training.trainer import FitResult
@@ -40,13 +41,12 @@ def run(config: Config) -> FitResult:
         folder = context.enter(RunFolder(experiment.folder, world, keep=train.AUTO_RESUME))
         checkpoints = context.enter(checkpoints_of(config, folder, world))
         checkpoint = resumed_checkpoint(config, checkpoints, folder, world)
+        if (progress := finished_progress(config, checkpoint, world)) is not None:
+            return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
         entries = None if checkpoint is None else checkpoint.entries
         attempts, sizes = FitAttempts(config, world, entries), None
         while sizes is None:
             setup = build_setup(attempts.config, world, checkpoint)
-            if setup.is_finished:
-                progress = setup.progress
-                return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
             measured = replace(setup.config, DATA=setup.loading)
             search, plan_for = prepare_search(
                 measured, setup.data, setup.assembly, world, folder.console

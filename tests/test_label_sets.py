@@ -206,11 +206,11 @@ def test_losses_leave_out_what_is_unknown(name: str) -> None:
 
 def test_manifest_cells_and_mixing() -> None:
     targets, unknown = encode([("c;b",), (None,), (";",), ("b; ;x",)], INDEX)
-    assert (targets.tolist(), unknown) == ([[0, 1, 1], [-1] * 3, [0] * 3, [-1] * 3], {"x": [3]})
+    assert (targets.tolist(), unknown) == ([[0, 1, 1], [-1] * 3, [0] * 3, [-1] * 3], {3: "x"})
     assert LabelIndex.from_dict(json.loads(json.dumps(INDEX.as_dict()))) == INDEX
     cells = ["a", "a;b", "a;c", "b;a", "a;c", ";"] * 5
     _, val = hold_out(
-        Listing("", Path(), [*map(str, range(30))], [(cell,) for cell in cells]),
+        Listing.of("", Path(), [*map(str, range(30))], [(cell,) for cell in cells]),
         DatasetConfig(VAL_FRACTION=0.2),
         [],
         INDEX.taxonomy,

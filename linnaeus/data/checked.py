@@ -42,9 +42,9 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS readable "
     "(path BLOB, decoding TEXT, size INTEGER, mtime_ns INTEGER, PRIMARY KEY (path, decoding))"
 )
-_READABLE = (
-    "SELECT path FROM readable WHERE path = ? AND decoding = ? AND size = ? AND mtime_ns = ?"
-)
+_KNOWN = "SELECT path, size, mtime_ns FROM readable WHERE decoding = ? AND path IN ({})"
+_REMEMBER = "REPLACE INTO readable (decoding, path, size, mtime_ns) VALUES (?, ?, ?, ?)"
+_FORGET = "DELETE FROM readable WHERE path = ?"
 MOST_IMAGES = 1000
 """Images that ranges, mean and standard deviation are measured on."""
 
@@ -67,18 +67,19 @@ def find_damaged(
     logger.info("checking %d images", len(paths))
     with closing(_open_cache()) as cache, ThreadPool(_num_threads()) as pool:
         for start in range(0, len(paths), _CHUNK):
-            keys = {i: _key(paths[i], use) for i in range(start, min(start + _CHUNK, len(paths)))}
-            unread = [
-                i for i, key in keys.items() if cache.execute(_READABLE, key).fetchone() is None
-            ]
+            keys = {i: _key(paths[i]) for i in range(start, min(start + _CHUNK, len(paths)))}
+            asked = [key[0] for key in keys.values()]
+            known = {*cache.execute(_KNOWN.format(",".join("?" * len(asked))), (use, *asked))}
+            unread = [i for i, key in keys.items() if key not in known]
             num_known += len(keys) - len(unread)
             reasons = pool.map(find, [paths[i] for i in unread], chunksize=64)
             damaged |= {
                 i: reason for i, reason in zip(unread, reasons, strict=True) if reason is not None
             }
             with suppress(sqlite3.Error), cache:  # read-only, full, or locked for long
-                found = [keys[i] for i in unread if i not in damaged]
-                cache.executemany("REPLACE INTO readable VALUES (?, ?, ?, ?)", found)
+                found = [(use, *keys[i]) for i in unread if i not in damaged]
+                cache.executemany(_REMEMBER, found)
+                cache.executemany(_FORGET, [(keys[i][0],) for i in unread if keys[i][1] < 0])
     return damaged, num_known
 
 
@@ -206,9 +207,10 @@ def _connect(place: Path | str) -> sqlite3.Connection:
     return cache
 
 
-def _key(path: str, use: str) -> tuple[bytes, str, int, int]:
-    """Path, use, size in bytes and time of modification; -1 where there is no such file."""
+def _key(path: str) -> tuple[bytes, int, int]:
+    """Path, size in bytes and time of modification; -1 where there is no such file."""
+    name = os.fsencode(os.path.abspath(path))
     with suppress(OSError):
         status = os.stat(path)
-        return os.fsencode(os.path.abspath(path)), use, status.st_size, status.st_mtime_ns
-    return os.fsencode(os.path.abspath(path)), use, -1, -1
+        return name, status.st_size, status.st_mtime_ns
+    return name, -1, -1

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from itertools import chain, islice, pairwise
+from itertools import accumulate, chain, islice
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+import pandas as pd
 import torch
 from sklearn.model_selection import StratifiedGroupKFold
 from torch import Tensor
@@ -31,6 +33,19 @@ from linnaeus.runtime.errors import ConfigError, DataError
 from linnaeus.runtime.files import other_spelling
 from linnaeus.runtime.words import counted, several
 
+T = TypeVar("T")
+Texts = np.ndarray[Any, np.dtype[np.object_]]
+Places = np.ndarray[Any, np.dtype[np.int64]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+_JPEG = (".jpg", ".jpeg")
+
+
+def distinct(values: Iterable[T]) -> tuple[list[T], Places]:
+    """The different values in the order of their first occurrence, and the place of each value there."""
+    places: dict[T, int] = {}
+    numbers = [places.setdefault(value, len(places)) for value in values]
+    return [*places], np.array(numbers, dtype=np.int64)
+
 
 @dataclass(frozen=True)
 class Listing:
@@ -39,31 +54,54 @@ class Listing:
     Attributes:
         source: the folder or manifest, for messages.
         root: folder that relative paths start from.
-        paths: path of each image, relative to `root` or absolute.
-        lineages: class names of each image, coarse to fine.
+        paths: path of each image, relative to `root` or absolute; an array of texts.
+        lineages: class names that images have, coarse to fine, each once.
+        numbers: the position in `lineages` of the class names of each image.
         groups: the group of each image, which a hold-out must not divide; None where there is none.
         is_table: whether a table lists the files, so that some may be missing.
     """
 
     source: str
     root: Path
-    paths: list[str]
+    paths: Texts
     lineages: list[Lineage]
-    groups: list[str] | None = None
+    numbers: Places
+    groups: Texts | None = None
     is_table: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        source: str,
+        root: Path,
+        paths: Sequence[str],
+        lineages: Iterable[Lineage],
+        *,
+        is_table: bool = False,
+    ) -> Listing:
+        """The listing of paths with the class names of each."""
+        texts = np.array(paths, dtype=object)
+        return cls(source, root, texts, *distinct(lineages), is_table=is_table)
 
     @property
     def files(self) -> list[str]:
         """The path of each image."""
         return [os.path.join(self.root, path) for path in self.paths]  # noqa: PTH118 (hot path)
 
-    def take(self, positions: Sequence[int]) -> Listing:
-        """The listing of some of the samples."""
+    @property
+    def counts(self) -> list[int]:
+        """The number of images with each of the `lineages`."""
+        return np.bincount(self.numbers, minlength=len(self.lineages)).tolist()  # type: ignore[no-any-return]
+
+    def take(self, positions: Places | Mask) -> Listing:
+        """The listing of some of the samples, by position or by a mask."""
+        held, numbers = np.unique(self.numbers[positions], return_inverse=True)
         return replace(
             self,
-            paths=[self.paths[i] for i in positions],
-            lineages=[self.lineages[i] for i in positions],
-            groups=None if self.groups is None else [self.groups[i] for i in positions],
+            paths=self.paths[positions],
+            lineages=[self.lineages[i] for i in held],
+            numbers=numbers,
+            groups=None if self.groups is None else self.groups[positions],
         )
 
     @classmethod
@@ -71,11 +109,15 @@ class Listing:
         """The samples of several roots, one after the other."""
         if len(listings) == 1:
             return listings[0]
+        lineages, places = distinct(lineage for each in listings for lineage in each.lineages)
+        starts = accumulate((len(each.lineages) for each in listings), initial=0)
+        numbers = [each.numbers + start for each, start in zip(listings, starts, strict=False)]
         return cls(
             ", ".join(each.source for each in listings),
             Path(),
-            [file for each in listings for file in each.files],
-            [lineage for each in listings for lineage in each.lineages],
+            np.array([file for each in listings for file in each.files], dtype=object),
+            lineages,
+            places[np.concatenate(numbers)] if numbers else places,
             is_table=any(each.is_table for each in listings),
         )
 
@@ -113,7 +155,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     def __init__(
         self,
         root: Path,
-        paths: Sequence[str],
+        paths: Iterable[str],
         targets: Tensor,
         channels: int,
         transform: Pipeline | None = None,
@@ -186,7 +228,7 @@ def build_files(files: FoundFiles, config: DataConfig, on_main: OnMain) -> DataB
     decoding = Decoding.of(config)
     measure = partial(
         measure_ranges,
-        {split: Listing.joined(each).files for split, each in files.splits.items()},
+        {split: _files_with_ranges(each) for split, each in files.splits.items()},
         dataset.CHANNELS,
         decoding,
     )
@@ -213,13 +255,11 @@ def build_files(files: FoundFiles, config: DataConfig, on_main: OnMain) -> DataB
         trains, vals = [train for train, _ in pairs], [val for _, val in pairs]
     report_repeated(Listing.joined(trains), [*vals, *tests], report)
     train, _ = make(trains)
-    report_homonyms(Listing.joined(trains).lineages, report)
+    report_homonyms(Listing.joined(trains), report)
     if lacking := classes_without_images(taxonomy, train.targets):
         report.append(f"no training image is left of: {several(lacking)}")
     val = val or make(vals)[0]
-    augment = _with_statistics(
-        config.AUGMENT, train.files, dataset.CHANNELS, decoding, on_main, report
-    )
+    augment = _with_statistics(config.AUGMENT, train, dataset.CHANNELS, decoding, on_main, report)
     train.transform, preprocessing = build_transforms(augment, size, dataset.CHANNELS, decoding)
     val.transform = preprocessing.transform()
     if test is not None:
@@ -279,29 +319,29 @@ def make_split(
         if damaged:
             number = counted(len(damaged), "damaged image")
             report.append(f"{listing.source}: {number} left out: {named}")
-            listing = listing.take(_without(num_files, damaged))
-    targets, unknown = encode(listing.lineages, index)
-    left_out = {position for positions in unknown.values() for position in positions}
-    if unknown:
-        kept = _without(len(listing.paths), left_out)
-        names = [
-            f"{name} (first in {listing.root / listing.paths[positions[0]]})"
-            for name, positions in unknown.items()
-        ]
+            listing = listing.take(_without(num_files, [*damaged]))
+    rows, lacking = encode(listing.lineages, index)
+    numbers = listing.numbers
+    is_unknown = np.isin(numbers, [*lacking])
+    num_left_out = int(is_unknown.sum())
+    if num_left_out:
+        first: dict[str, str] = {}
+        for position in is_unknown.nonzero()[0]:
+            first.setdefault(lacking[numbers[position]], listing.paths[position])
+        names = [f"{name} (first in {listing.root / path})" for name, path in first.items()]
         text = (
-            f"{listing.source}: {counted(len(left_out), 'sample')} of {counted(len(names), 'class')} "
+            f"{listing.source}: {counted(num_left_out, 'sample')} of {counted(len(names), 'class')} "
             f"without a training sample: {several(names)}"
         )
-        if remedy is not None or not kept:
-            raise DataError(f"{text}; {remedy if kept else 'these are all samples'}")
+        is_all = num_left_out == len(numbers)
+        if remedy is not None or is_all:
+            raise DataError(f"{text}; {'these are all samples' if is_all else remedy}")
         report.append(f"{text}; left out")
-        listing, targets = listing.take(kept), targets[kept]
-    coarse = [
-        path
-        for path, names in zip(listing.paths, listing.lineages, strict=True)
-        if names[-1] is None
-    ]
-    if coarse:
+        numbers = numbers[~is_unknown]
+        listing = listing.take(~is_unknown)
+    targets = rows[torch.from_numpy(numbers)]
+    coarse = listing.paths[np.array([x[-1] is None for x in listing.lineages])[listing.numbers]]
+    if len(coarse):
         counts = f"{len(coarse)} of {counted(len(listing.paths), 'image')}"
         report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
     finest = targets if index.taxonomy.is_multilabel else targets[:, -1]
@@ -310,21 +350,22 @@ def make_split(
             f"{listing.source}: no image has a label of level {index.taxonomy.names[-1]!r}"
         )
     split = ImageFiles(listing.root, listing.paths, targets, channels, decoding=decoding)
-    return split, len(left_out)
+    return split, num_left_out
 
 
 def stratified_split(
-    keys: Sequence[str],
-    strata: Sequence[Hashable],
+    keys: Iterable[str],
+    strata: Places,
     fraction: float,
     fold: int | None = None,
     num_folds: int = 0,
-) -> tuple[list[int], list[int]]:
+) -> tuple[Places, Places]:
     """Hold out a fraction of each stratum for validation; each keeps at least one training sample.
 
     The choice depends on the keys (permanent names, such as relative paths) alone, not on a seed or on the
-    order of the samples, so accuracies of different runs, machines and versions are comparable. Rounding
-    carries over from stratum to stratum, so that the total is right even where strata are small.
+    order of the samples, so accuracies of different runs, machines and versions are comparable. Strata are
+    numbers, taken in their order. Rounding carries over from stratum to stratum, so that the total is right
+    even where strata are small.
 
     With a `fold`, every `num_folds`-th sample is held out, from that one on; a sample is in one fold, or in
     none where it is alone in its stratum.
@@ -332,38 +373,36 @@ def stratified_split(
     Returns:
         Positions of the training and of the validation samples, each ascending.
     """
-    members: dict[Hashable, list[int]] = defaultdict(list)
-    for position in sorted(range(len(keys)), key=lambda i: (_digest(keys[i]), keys[i])):
-        members[strata[position]].append(position)
-    val: list[int] = []
-    seen = 0
-    for stratum in sorted(members, key=repr):
-        held = members[stratum]
+    order = np.fromiter(map(_digest, keys), dtype=np.uint64).argsort(kind="stable")
+    order = order[strata[order].argsort(kind="stable")]
+    val: list[Places] = []
+    seen = num_held = 0
+    for members in np.split(order, np.bincount(strata).cumsum()[:-1]):
+        held = members[:0]
         if fold is None:
-            wanted = round(fraction * (seen + len(held))) - len(val)
-            val += held[: max(0, min(wanted, len(held) - 1))]
-        elif len(held) > 1:
-            val += held[(fold - seen) % num_folds :: num_folds]
-        seen += len(held)
-    return _without(len(keys), val), sorted(val)
+            wanted = round(fraction * (seen + len(members))) - num_held
+            held = members[: max(0, min(wanted, len(members) - 1))]
+        elif len(members) > 1:
+            held = members[(fold - seen) % num_folds :: num_folds]
+        val.append(held)
+        seen += len(members)
+        num_held += len(held)
+    found = np.concatenate(val)
+    return _without(len(order), found), np.sort(found)
 
 
-def _digest(key: str) -> bytes:
-    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+def _digest(key: str) -> int:
+    digest = blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
-def _without(number: int, positions: Iterable[int]) -> list[int]:
-    held_out = set(positions)
-    return [i for i in range(number) if i not in held_out]
+def _without(number: int, positions: Sequence[int] | Places) -> Places:
+    return np.delete(np.arange(number), positions)
 
 
 def grouped_split(
-    keys: Sequence[str],
-    strata: Sequence[Hashable],
-    groups: Sequence[str],
-    fold: int,
-    num_folds: int,
-) -> tuple[list[int], list[int]]:
+    keys: Texts, strata: Places, groups: Texts, fold: int, num_folds: int
+) -> tuple[Places, Places]:
     """Hold out one of `num_folds` parts of the groups, with about the same strata in each.
 
     A group stays in training where a stratum would have no training sample without it. A sample without a
@@ -374,9 +413,7 @@ def grouped_split(
     """
     own = [group or f"\0{key}" for group, key in zip(groups, keys, strict=True)]
     order = sorted(range(len(keys)), key=lambda i: (_digest(own[i]), own[i], keys[i]))
-    division = StratifiedGroupKFold(num_folds).split(
-        order, [repr(strata[i]) for i in order], [own[i] for i in order]
-    )
+    division = StratifiedGroupKFold(num_folds).split(order, strata[order], [own[i] for i in order])
     try:
         with warnings.catch_warnings(action="ignore"):  # classes with few samples
             _, found = next(islice(division, fold, None))
@@ -385,14 +422,14 @@ def grouped_split(
     members: dict[str, list[int]] = defaultdict(list)
     for place in found:
         members[own[order[place]]].append(order[place])
-    numbers = Counter(strata)
+    numbers = Counter(strata.tolist())
     val: list[int] = []
     for positions in members.values():
-        held = Counter(strata[i] for i in positions)
+        held = Counter(strata[positions].tolist())
         if all(held[stratum] < numbers[stratum] for stratum in held):
             numbers -= held
             val += positions
-    return _without(len(keys), val), sorted(val)
+    return _without(len(keys), val), np.array(sorted(val), dtype=np.int64)
 
 
 def hold_out(
@@ -411,17 +448,23 @@ def hold_out(
         raise ConfigError(
             f"DATA.DATASET.FOLD: {fold}, but the folds are 0 to {num_folds - 1} (DATA.DATASET.NUM_FOLDS)"
         )
-    strata: Sequence[Hashable] = listing.lineages
+    kinds, numbers = [*map(repr, listing.lineages)], listing.numbers
     if taxonomy.is_multilabel:
         labels = [taxonomy.split(cell or "") for (cell,) in listing.lineages]
-        counts = Counter(chain.from_iterable(labels))
-        strata = [min(names, key=lambda name: (counts[name], name), default="") for names in labels]
+        counts = Counter[str]()
+        for names, number in zip(labels, listing.counts, strict=True):
+            counts.update(dict.fromkeys(names, number))
+        rarest = (min(names, key=lambda n: (counts[n], n), default="") for names in labels)
+        kinds, places = distinct(map(repr, rarest))
+        numbers = places[numbers]
+    order = sorted(range(len(kinds)), key=kinds.__getitem__)
+    strata = np.argsort(order)[numbers]
     if listing.groups is None:
         train, val = stratified_split(listing.paths, strata, fraction, fold, num_folds)
     else:
         parts = num_folds if fold is not None else max(2, round(1 / fraction))
         train, val = grouped_split(listing.paths, strata, listing.groups, fold or 0, parts)
-    if not val:
+    if not len(val):
         kind = "" if listing.groups is None else f" in {counted(len({*listing.groups}), 'group')}"
         raise DataError(
             f"{listing.source}: {len(listing.paths)} samples{kind} are too few to hold out {fraction:g} of "
@@ -437,18 +480,20 @@ def hold_out(
     return listing.take(train), listing.take(val)
 
 
-def report_homonyms(lineages: Iterable[Lineage], report: list[str]) -> None:
+def report_homonyms(listing: Listing, report: list[str]) -> None:
     """Report classes of one name under several parents, the smallest first: one may be a typo."""
     found: list[tuple[int, str]] = []
-    for above, below in pairwise(zip(*lineages, strict=True)):
-        places: dict[str | None, list[tuple[int, str]]] = defaultdict(list)
-        for (parent, name), number in Counter(zip(above, below, strict=True)).items():
-            if parent is not None:
-                places[name].append((number, parent))
+    for depth in range(1, len(listing.lineages[0])):
+        places: dict[str, Counter[str]] = defaultdict(Counter)
+        for lineage, number in zip(listing.lineages, listing.counts, strict=True):
+            parent, name = lineage[depth - 1 : depth + 1]
+            if parent is not None and name is not None:
+                places[name][parent] += number
         for name, held in places.items():
-            if name is not None and len(held) > 1:
-                shown = ", ".join(f"{parent} {number}" for number, parent in sorted(held))
-                found.append((min(held)[0], f"{name} (images: {shown})"))
+            if len(held) > 1:
+                pairs = sorted((number, parent) for parent, number in held.items())
+                shown = ", ".join(f"{parent} {number}" for number, parent in pairs)
+                found.append((pairs[0][0], f"{name} (images: {shown})"))
     if found:
         names = several([text for _, text in sorted(found)])
         report.append(
@@ -458,13 +503,18 @@ def report_homonyms(lineages: Iterable[Lineage], report: list[str]) -> None:
 
 def report_repeated(train: Listing, held_out: Sequence[Listing], report: list[str]) -> None:
     """Report training files that have several labels, or that another split has too."""
-    labels: dict[str, Lineage] = {}
-    pairs = zip(train.files, train.lineages, strict=True)
-    found = [file for file, lineage in pairs if labels.setdefault(file, lineage) != lineage]
-    found += [file for listing in held_out for file in listing.files if file in labels]
+    if any(each.root != train.root for each in held_out):
+        train, *held_out = (
+            replace(each, root=Path(), paths=np.array(each.files, dtype=object))
+            for each in (train, *held_out)
+        )
+    rows = pd.DataFrame({"path": train.paths, "number": train.numbers}).drop_duplicates()
+    paths = pd.Series(np.concatenate([each.paths for each in held_out]), dtype=object)
+    found = [*rows["path"][rows["path"].duplicated()], *paths[paths.isin(train.paths)].unique()]
     if found:
         number = counted(len({*found}), "training image")
-        report.append(f"{number} with several labels, or also held out, first {found[0]}")
+        first = os.path.join(train.root, found[0])  # noqa: PTH118
+        report.append(f"{number} with several labels, or also held out, first {first}")
 
 
 def classes_without_images(taxonomy: Taxonomy, targets: Tensor) -> list[str]:
@@ -479,33 +529,61 @@ def classes_without_images(taxonomy: Taxonomy, targets: Tensor) -> list[str]:
     return lacking
 
 
-def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict[str, list[int]]]:
-    """Targets [N, L] of samples, and the positions of the samples of each class that the index lacks.
+def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict[int, str]]:
+    """Targets [N, L] of lineages, and the class that the index lacks, by position.
 
-    With several labels per sample, targets are [N, C], int8: 1, 0, or -1 where unknown. The targets of those
-    samples are unknown at every level.
+    With several labels per sample, targets are [N, C], int8: 1, 0, or -1 where unknown. Targets with such a
+    class are unknown at every level.
     """
-    dtype = torch.int8 if index.taxonomy.is_multilabel else torch.int64
-    numbers = {lineage: number for number, lineage in enumerate(dict.fromkeys(lineages))}
-    lacking: dict[Lineage, str] = {}
-    rows: list[Tensor] = []
-    for lineage in numbers:
-        try:
-            row = index.encode(lineage)
-        except UnknownClassError as error:
-            lacking[lineage] = error.args[0]
-            row = index.encode((None,) * len(lineage))
-        rows.append(torch.tensor(row, dtype=dtype))
-    unknown: dict[str, list[int]] = defaultdict(list)
+    lacking: dict[int, str] = {}
+    if index.taxonomy.is_multilabel:
+        return _encode_sets(lineages, index)
+    unknown = (UNKNOWN,) * len(index.taxonomy.levels)
+    rows: list[tuple[int, ...]] = []
     for position, lineage in enumerate(lineages):
-        if lineage in lacking:
-            unknown[lacking[lineage]].append(position)
-    return torch.stack(rows)[[numbers[lineage] for lineage in lineages]], dict(unknown)
+        try:
+            rows.append(index.encode(lineage))
+        except UnknownClassError as error:
+            lacking[position] = error.args[0]
+            rows.append(unknown)
+    return torch.tensor(rows), lacking
+
+
+def _encode_sets(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict[int, str]]:
+    """As `encode`, of cells with several labels."""
+    columns = {name: label for (_, name), label in index.lookup[0].items()}
+    targets = np.zeros((len(lineages), len(columns)), dtype=np.int8)
+    lacking: dict[int, str] = {}
+    unknown: list[int] = []
+    places: list[tuple[int, int]] = []
+    for row, (cell,) in enumerate(lineages):
+        names = [] if cell is None else index.taxonomy.split(cell)
+        strange = [name for name in names if name not in columns]
+        if strange:
+            lacking[row] = strange[0]
+        if strange or cell is None:
+            unknown.append(row)
+        else:
+            places += [(row, columns[name]) for name in names]
+    if places:
+        targets[tuple(np.array(places).T)] = 1
+    targets[unknown] = UNKNOWN
+    return torch.from_numpy(targets), lacking
+
+
+def _files_with_ranges(listings: Iterable[Listing]) -> list[str]:
+    """The files whose values may have more than 8 bits."""
+    return [
+        os.path.join(each.root, path)  # noqa: PTH118 (hot path)
+        for each in listings
+        for path in each.paths
+        if not path.lower().endswith(_JPEG)
+    ]
 
 
 def _with_statistics(
     augment: AugmentConfig,
-    files: Sequence[str],
+    images: ImageFiles,
     channels: int,
     decoding: Decoding,
     on_main: OnMain,
@@ -514,10 +592,10 @@ def _with_statistics(
     """The node with MEAN and STD that rank 0 measures, where they are null and channels are no colors."""
     if channels in (1, 3) or None not in (augment.MEAN, augment.STD):
         return augment
-    found = on_main(lambda: measure_channels(files, channels, decoding))
+    found = on_main(lambda: measure_channels(images.files, channels, decoding))
     if found is None:
         return augment
-    num_images = counted(min(MOST_IMAGES, len(files)), "training image")
+    num_images = counted(min(MOST_IMAGES, len(images)), "training image")
     pairs = zip(("MEAN", "STD"), found, strict=True)
     measured = {key: value for key, value in pairs if getattr(augment, key) is None}
     values = " and ".join(f"{key} {value}" for key, value in measured.items())
@@ -536,15 +614,26 @@ def require_files(listing: Listing, config: DataConfig) -> None:
     is_found = not listing.is_table or config.ON_BAD_IMAGE == "skip"
     if is_found or os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    files = listing.files
+    by_folder: dict[str, list[str]] = defaultdict(list)
+    for path in pd.unique(listing.paths):
+        by_folder[path.rpartition("/")[0]].append(path)
+    look = partial(_missing, listing.root)
     with ThreadPool(32) as pool:  # a network file system answers many at once
-        found = pool.map(os.path.isfile, files, chunksize=256)
-    missing = [file for file, is_file in zip(files, found, strict=True) if not is_file]
+        missing = [*chain.from_iterable(pool.starmap(look, by_folder.items()))]
     if missing:
         there = other_spelling(Path(missing[0]))
         hint = "" if there is None else f"; there is {there}"
         raise DataError(
-            f"{listing.source}: {len(missing)} of {counted(len(files), 'image')} not found: "
+            f"{listing.source}: {len(missing)} of {counted(len(listing.paths), 'image')} not found: "
             f"{several(missing)}{hint}. Correct the paths or DATA.DATASET.ROOT, or leave such images out "
             "with DATA.ON_BAD_IMAGE skip"
         )
+
+
+def _missing(root: Path, folder: str, paths: list[str]) -> list[str]:
+    """The files of one folder that do not exist; the folder is listed once."""
+    held: set[str] = set()
+    with suppress(OSError), os.scandir(os.path.join(root, folder or ".")) as entries:  # noqa: PTH118
+        held = {entry.name for entry in entries if entry.is_file()}
+    absent = (path for path in paths if path.rpartition("/")[2] not in held)
+    return [os.path.join(root, path) for path in absent]  # noqa: PTH118

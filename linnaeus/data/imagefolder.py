@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median_high
 from unicodedata import normalize
 
+import numpy as np
+
 from linnaeus.config.schema import DatasetConfig
 from linnaeus.data import EXTENSIONS_TEXT, is_ignored, is_image, unread_note
 from linnaeus.data.image_files import FoundFiles, Listing, optional_test, roots_of
@@ -223,14 +225,15 @@ def _read_folder(
             _check_depth(folder, images, parts, only_deeper=coarse is None)
         depth = max(1 if coarse is False else pad_to, *map(len, parts))
         lineages = {part: part + (None,) * (depth - len(part)) for part in {*parts}}
-    whole = Listing(str(folder), folder, images, [lineages[part] for part in parts])
+    whole = Listing.of(str(folder), folder, images, [lineages[part] for part in parts])
     if not nested:
         return {split: whole}, is_inat
-    found = {s: whole.take([i for i, key in enumerate(keys) if key[0] == s]) for s in SPLITS}
+    split_of = np.array([key[0] for key in keys])
+    found = {s: whole.take(split_of == s) for s in SPLITS}
     return {
         s: replace(listing, source=f"{folder} ({s} folders)")
         for s, listing in found.items()
-        if listing.paths
+        if len(listing.paths)
     }, is_inat
 
 

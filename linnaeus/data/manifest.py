@@ -17,11 +17,20 @@ from itertools import pairwise
 from pathlib import Path
 from unicodedata import normalize
 
+import numpy as np
 import pandas as pd
 
 from linnaeus.config.schema import DatasetConfig
 from linnaeus.data import EXTENSIONS
-from linnaeus.data.image_files import FoundFiles, Listing, optional_test, roots_of
+from linnaeus.data.image_files import (
+    FoundFiles,
+    Listing,
+    Places,
+    Texts,
+    distinct,
+    optional_test,
+    roots_of,
+)
 from linnaeus.data.split_file import UNKNOWN_WORDS, unescape
 from linnaeus.data.splits import (
     SPLITS,
@@ -58,7 +67,7 @@ class _Table:
 
     Attributes:
         path: the file.
-        rows: the cells as text, by number of line.
+        rows: the cells, categories of texts, by number of line.
         dataset: the node of its root.
         split: the split that a column gives to the rows, where it is not the split of the file.
     """
@@ -165,7 +174,7 @@ class _Labels:
     def _index(self, trains: Sequence[Listing]) -> LabelIndex:
         """The classes of the training manifests."""
         train = Listing.joined(trains)
-        cells = {cell or "" for lineage in {*train.lineages} for cell in lineage}
+        cells = {cell or "" for lineage in train.lineages for cell in lineage}
         if self.separator and not self.are_flags and self.separator not in "".join(cells):
             raise ConfigError(
                 f"DATA.DATASET.LABEL_SEPARATOR: {self.separator!r} is in no cell of {train.source}"
@@ -179,23 +188,23 @@ class _Labels:
     def _listing(self, table: _Table, unknown: Counter[str]) -> Listing:
         """The samples of a manifest; counts the words for unknown labels."""
         columns = table.require(self.columns, "as in the training manifest")
-        rows = [*table.rows[columns].itertuples(index=False, name=None)]
-        found: dict[tuple[str, ...], Lineage] = {}  # rows with the same labels share one tuple
-        for row, number in Counter(rows).items():
+        rows, numbers = _distinct(table.rows[columns])
+        found: list[Lineage] = []
+        for row, number in zip(rows.values.tolist(), np.bincount(numbers).tolist(), strict=True):
             if self.are_flags:
-                found[row] = (self._of_flags(table, row),)
+                found.append((self._of_flags(table, row),))
                 continue
             words = [cell for cell in row if cell in UNKNOWN_WORDS and cell != self.separator]
             unknown.update({word: number * words.count(word) for word in words})
             cells = (_QUOTES.sub("", c) if self.separator and c[:1] == "[" else c for c in row)
             names = (None if c in words else normalize("NFC", unescape(c)) or None for c in cells)
-            found[row] = tuple(name and " ".join(name.splitlines()) for name in names)
+            found.append(tuple(name and " ".join(name.splitlines()) for name in names))
+        lineages, places = distinct(found)
         root, paths = _files(table)
         source = str(table.path) if table.split is None else f"{table.path} (split {table.split})"
-        group = None if table.group_column is None else table.rows[table.group_column].tolist()
-        return Listing(
-            source, root, paths, [found[row] for row in rows], groups=group, is_table=True
-        )
+        column = table.group_column
+        groups = None if column is None else table.rows[column].to_numpy(dtype=object)
+        return Listing(source, root, paths, lineages, places[numbers], groups, is_table=True)
 
     def _of_flags(self, table: _Table, row: Sequence[str]) -> str | None:
         held = [name for name, cell in zip(self.columns, row, strict=True) if is_true(cell)]
@@ -312,7 +321,7 @@ def _divided(table: _Table, *, is_train: bool) -> dict[str, _Table]:
     columns = [name for name in table.rows if name not in taken]
     if given is not None and folds is None:
         columns = [given]
-    cells = {name: table.rows[name].unique() for name in columns}
+    cells = {name: table.rows[name].unique().tolist() for name in columns}
     is_strict = is_train and given is None
     found = find_column(cells, given if folds is None else None, is_strict=is_strict)
     if found is not None and dataset.FOLD is not None and is_train and not (given and folds):
@@ -325,7 +334,7 @@ def _divided(table: _Table, *, is_train: bool) -> dict[str, _Table]:
         return {}
     column, meanings = divisions[0]
     rows = table.rows.drop(columns=[name for name, _ in divisions])
-    parts = rows.groupby(table.rows[column].map(meanings))
+    parts = rows.groupby(table.rows[column].map(meanings), observed=True)
     return {split: replace(table, rows=rows) for split, rows in parts}
 
 
@@ -343,6 +352,15 @@ def _column_of_folds(table: _Table, column: str | None) -> tuple[str, dict[str, 
     return column, {cell: "val" if int(cell) == fold else "train" for cell in numbers}
 
 
+def _distinct(rows: pd.DataFrame) -> tuple[pd.DataFrame, Places]:
+    """The different rows as texts, in order of first occurrence, and the place of each row there."""
+    numbers = np.zeros(len(rows), dtype=np.int64)
+    for _, cells in rows.items():
+        numbers, _ = pd.factorize(numbers * len(cells.cat.categories) + cells.cat.codes.to_numpy())
+    first = np.unique(numbers, return_index=True)[1]
+    return rows.iloc[first].astype(object), numbers
+
+
 def _are_flags(tables: Sequence[_Table], columns: Sequence[str]) -> bool:
     """Whether each column is a class, with 1 for its samples and 0 for others.
 
@@ -358,8 +376,8 @@ def _are_flags(tables: Sequence[_Table], columns: Sequence[str]) -> bool:
 
 
 def _num_set(table: _Table, columns: Sequence[str]) -> pd.Series[int]:
-    """The number of flags that are set in each row."""
-    return table.rows[table.require(columns, "")].map(is_true).sum(axis=1)
+    """The number of flags that are set in each kind of row."""
+    return _distinct(table.rows[table.require(columns, "")])[0].map(is_true).sum(axis=1)
 
 
 def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
@@ -368,13 +386,16 @@ def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
     Raises:
         ConfigError: says what the columns look like.
     """
-    rows = pd.concat([each.rows for each in tables]).reindex(columns=columns).replace("", None)
+    parts = [_distinct(each.rows[[x for x in columns if x in each.rows]]) for each in tables]
+    rows = pd.concat([kinds for kinds, _ in parts]).reindex(columns=columns).replace("", None)
+    num_rows = np.concatenate([np.bincount(numbers) for _, numbers in parts])
     looks: dict[str, str] = {}
     for name in columns:
         cells = rows[name].dropna().unique()
-        number, num_values = rows[name].count(), rows[name].nunique()
+        number, num_values = num_rows[rows[name].notna()].sum(), rows[name].nunique()
         is_unique = number >= 5 and num_values > 0.8 * number
-        are_numbers = 0 < pd.to_numeric(rows[name], errors="coerce").count() == number
+        numeric = pd.to_numeric(rows[name], errors="coerce")
+        are_numbers = 0 < numeric.count() == rows[name].count()
         if are_numbers and (len(columns) > 1 or is_unique):
             looks[name] = counted(num_values, "number")
             if names_splits(name):
@@ -478,7 +499,7 @@ def _read(path: Path, dataset: DatasetConfig) -> _Table:
     except ValueError as error:
         reason = first_line(error).removeprefix("Error tokenizing data. C error: ")
         raise DataError(f"{path}: broken: {reason}") from error
-    rows = rows.apply(lambda cells: cells.str.strip())
+    rows = rows.apply(lambda cells: cells.map(str.strip).astype("category"))
     rows = rows[(rows != "").any(axis=1)]
     if rows.empty:
         raise DataError(f"{path}: empty; the first line must name the columns")
@@ -505,7 +526,7 @@ def _read_csv(path: Path) -> pd.DataFrame:
         header=None,
         skiprows=num_blank,
         skip_blank_lines=False,
-        dtype=str,
+        dtype="category",
         keep_default_na=False,
         encoding="utf-8-sig",
     )
@@ -518,17 +539,18 @@ def _read_parquet(path: Path) -> pd.DataFrame:
     rows = pd.concat([header, rows.where(rows.notna(), "")], ignore_index=True)
     # Lists as Python writes them, and the beginning of images.
     text = rows.map(lambda x: str(x.tolist() if hasattr(x, "tolist") else x)[: 2 * _LONGEST_NAME])
-    return text.set_axis(range(1, len(rows) + 1))
+    return text.astype("category").set_axis(range(1, len(rows) + 1))
 
 
-def _files(table: _Table) -> tuple[Path, list[str]]:
+def _files(table: _Table) -> tuple[Path, Texts]:
     """The folder that paths start from, and the path of each image, with the ending that names may lack."""
     names = table.rows[table.image_column]
     for line in names.index[names == ""]:
         raise DataError(f"{table.path}, line {line}: no image path")
     given = table.dataset.ROOT
     root = Path(given).expanduser() if given is not None else table.path.parent
-    longest = max(map(os.fsencode, names), key=len)
+    numbers, kinds = pd.factorize(names)
+    longest = max(map(os.fsencode, kinds), key=len)
     # `Path.exists` raises for a name that is too long.
     if len(longest) > _LONGEST_NAME and not os.path.exists(root / os.fsdecode(longest)):  # noqa: PTH110
         raise DataError(
@@ -537,12 +559,12 @@ def _files(table: _Table) -> tuple[Path, list[str]]:
         )
     stem = table.path.stem
     for folder in ("", stem, f"{stem}_images", "images"):
-        paths = [os.path.join(folder, name) for name in names]  # noqa: PTH118 (hot path)
-        if any((root / path).is_file() for path in paths[:100]):
-            return root, paths
-        found = _with_endings(root, paths)
-        if any(path != name for path, name in zip(found[:100], paths, strict=False)):
-            return root, found
+        paths = [os.path.join(folder, name) for name in kinds]  # noqa: PTH118 (hot path)
+        if not any((root / path).is_file() for path in paths[:100]):
+            if _with_endings(root, paths[:100]) == paths[:100]:
+                continue
+            paths = _with_endings(root, paths)
+        return root, np.array(paths, dtype=object)[numbers]
     if not root.is_dir():
         raise ConfigError(f"DATA.DATASET.ROOT: there is no folder {root}{suggest_path(root)}")
     first = names.iloc[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +34,12 @@ def save_split(data: DataBundle, path: Path) -> None:
 
     import pandas as pd
 
-    rows = [
-        (path, split, *names)
+    tables = [
+        pd.DataFrame({"path": files, "split": split} | names, dtype=object)
         for split, dataset in data.splits.items()
-        for path, names in _rows(dataset, taxonomy)
+        for files, names in [_columns(dataset, taxonomy)]
     ]
-    table = pd.DataFrame(rows, columns=["path", "split", *taxonomy.names], dtype=object)
+    table = pd.concat(tables)
     save = partial(table.to_csv, index=False, errors="surrogateescape", lineterminator="\n")
     try:
         write_atomically(path, lambda file: save(file, mode="wb"))
@@ -48,15 +47,24 @@ def save_split(data: DataBundle, path: Path) -> None:
         raise not_written(path, error) from error
 
 
-def _rows(dataset: Any, taxonomy: Taxonomy) -> Iterator[tuple[str, list[str]]]:
-    classes = [(*level.classes, "") for level in taxonomy.levels]  # the last one is that of -1
-    for path, labels in zip(dataset.files, dataset.targets.tolist(), strict=True):
-        if taxonomy.separator is None:
-            names = [names[label] for names, label in zip(classes, labels, strict=True)]
-        else:
-            held = [name for name, label in zip(classes[0], labels, strict=False) if label == 1]
-            names = [taxonomy.separator.join(held) or ("" if -1 in labels else taxonomy.separator)]
-        yield os.path.abspath(path), [*map(escape, names)]  # noqa: PTH100 (hot path)
+def _columns(dataset: Any, taxonomy: Taxonomy) -> tuple[list[str], dict[str, Any]]:
+    """The absolute path of each image, and the cells of each level."""
+    import numpy as np
+
+    files = [*map(os.path.abspath, dataset.files)]
+    targets = dataset.targets.numpy()
+    if taxonomy.separator is None:
+        names = {
+            level.name: np.array([*map(escape, level.classes), ""], dtype=object)[labels]
+            for level, labels in zip(taxonomy.levels, targets.T, strict=True)
+        }  # the last name is that of -1
+        return files, names
+    (level,), separator = taxonomy.levels, taxonomy.separator
+    classes = np.array(level.classes, dtype=object)
+    held = (
+        separator.join(classes[row == 1]) or ("" if -1 in row else separator) for row in targets
+    )
+    return files, {level.name: [*map(escape, held)]}
 
 
 def escape(name: str) -> str:

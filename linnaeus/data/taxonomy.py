@@ -186,13 +186,11 @@ class LabelIndex:
         return cls(taxonomy, lookup)
 
     def encode(self, lineage: Lineage) -> tuple[int, ...]:
-        """Labels of a lineage, one per level; with several labels per sample, 1, 0 or -1 for each class.
+        """Labels of a lineage, one per level, where a sample has one label.
 
         Raises:
             UnknownClassError: a name that no training sample has under that parent.
         """
-        if self.taxonomy.is_multilabel:
-            return self._encode_set(lineage[0])
         labels: list[int] = []
         for depth, name in enumerate(lineage):
             parent = labels[-1] if labels else UNKNOWN
@@ -201,15 +199,6 @@ class LabelIndex:
                 raise UnknownClassError("/".join(part or "?" for part in lineage[: depth + 1]))
             labels.append(label)
         return tuple(labels)
-
-    def _encode_set(self, cell: str | None) -> tuple[int, ...]:
-        (table,) = self.lookup
-        if cell is None:
-            return (UNKNOWN,) * len(table)
-        keys = {(UNKNOWN, name) for name in self.taxonomy.split(cell)}
-        if lacking := keys - table.keys():
-            raise UnknownClassError(min(lacking)[1])
-        return tuple(int(key in keys) for key in table)
 
 
 def index_labels(

@@ -16,6 +16,7 @@ from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_leng
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image_files import (
     Listing,
+    distinct,
     hold_out,
     make_split,
     require_files,
@@ -23,7 +24,7 @@ from linnaeus.data.image_files import (
 from linnaeus.data.imagefolder import read_folders
 from linnaeus.data.manifest import read_evaluated_manifest
 from linnaeus.data.split_file import read_split
-from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy
+from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.data.user_dataset import UserCollate, build_user_dataset
 from linnaeus.runtime.errors import ConfigError, DataError
@@ -197,7 +198,7 @@ def _saved_validation(request: EvaluationRequest) -> Listing | None:
     paths, lineages = read_split(file, "val")
     if not any(map(exists, paths)):
         return None
-    return Listing(str(file), Path(), paths, lineages, is_table=True)
+    return Listing.of(str(file), Path(), paths, lineages, is_table=True)
 
 
 def _aligned(
@@ -227,11 +228,11 @@ def _aligned(
         report.append(
             f"{source}: no {names} there; labels follow from the level below, as in training"
         )
-    unique: dict[Lineage, Lineage] = {
-        lineage: tuple(None if column < 0 else lineage[column] for column in columns)
-        for lineage in set(listing.lineages)
-    }
-    return replace(listing, lineages=[unique[each] for each in listing.lineages]), missing
+    lineages, places = distinct(
+        tuple(None if column < 0 else lineage[column] for column in columns)
+        for lineage in listing.lineages
+    )
+    return replace(listing, lineages=lineages, numbers=places[listing.numbers]), missing
 
 
 def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -> None:

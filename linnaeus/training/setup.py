@@ -94,6 +94,20 @@ def resumed_checkpoint(
     return checkpoint
 
 
+def finished_progress(
+    config: Config, checkpoint: Checkpoint | None, world: World
+) -> TrainingProgress | None:
+    """Return the progress of a run with nothing left to train; else None. Collective."""
+    if checkpoint is None:
+        return None
+    stopping = config.TRAIN.EARLY_STOPPING
+    progress = resumed_progress(
+        checkpoint.entries, checkpoint.entries.get("headline", ""), stopping
+    )
+    result = config.EXPERIMENT.folder / RESULT
+    return progress if is_finished(progress, config.TRAIN, result, world) else None
+
+
 @dataclass(frozen=True)
 class Setup:
     """The data and the model of a run, as new or as in its checkpoint.
@@ -102,7 +116,6 @@ class Setup:
         config: with the preprocessing of the weights.
         loading: its DATA node with the number of loader workers that was measured.
         progress: how far training has come.
-        is_finished: whether there is nothing left to train.
     """
 
     config: Config
@@ -110,7 +123,6 @@ class Setup:
     assembly: Assembly
     progress: TrainingProgress
     loading: DataConfig
-    is_finished: bool = False
 
 
 def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> Setup:
@@ -141,8 +153,6 @@ def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> 
         checkpoint.restore(assembly, world)
         weights = _RESUMED_WEIGHTS
         progress = resumed_progress(checkpoint.entries, assembly.headline, train.EARLY_STOPPING)
-        if is_finished(progress, train, folder / RESULT, world):
-            return Setup(config, data, assembly, progress, config.DATA, is_finished=True)
     if world.is_main:
         preprocessing = None if data.preprocessing is None else note
         sharding = sharding_sentence(assembly.model, config.DIST, world)

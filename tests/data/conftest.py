@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.helpers.datasets import write_image
 
 
 @pytest.fixture
-def nested(tmp_path: Path) -> Path:
+def nested(tmp_path):
     """Two levels of class folders, five images in each of four; `unknown` stands under both parents."""
     for i, folder in enumerate(
         ["Animalia/cat", "Animalia/unknown", "Plantae/oak", "Plantae/unknown"]

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,34 +21,34 @@ Sample = tuple[Tensor, int]
 class Images(Dataset[Sample]):
     """Sample i has the i-th of the given shapes; it draws from all three global generators."""
 
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+    def __init__(self, shapes):
         self.shapes = shapes
-        self.seen: list[int] = []
+        self.seen = []
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.shapes)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index):
         self.seen.append(index)
         return torch.rand(self.shapes[index]) + random.random() + float(np.random.rand()), index
 
 
-def time_first(samples: list[Sample]) -> Batch:
+def time_first(samples):
     return Batch(
         {"x": torch.stack([x for x, _ in samples], dim=1)}, torch.tensor([y for _, y in samples])
     )
 
 
-def concatenated(samples: list[Sample]) -> Batch:
+def concatenated(samples):
     """Rows of all samples one after the other, as for graphs or point clouds."""
     return Batch(torch.cat([x for x, _ in samples]), torch.tensor([[y, y + 1] for _, y in samples]))
 
 
-def with_constants(samples: list[Sample]) -> Batch:
+def with_constants(samples):
     return Batch([torch.stack([x for x, _ in samples]), torch.ones(3), "text", None], [1.5])
 
 
-def graph(samples: list[Sample]) -> Batch:
+def graph(samples):
     """Every sample's rows carry its position in the batch, and the ends are counted."""
     rows = torch.cat([torch.full((len(x),), i) for i, (x, _) in enumerate(samples)])
     ends = torch.tensor([0, *(len(x) for x, _ in samples)]).cumsum(0)
@@ -59,20 +57,20 @@ def graph(samples: list[Sample]) -> Batch:
     )
 
 
-def ordered(samples: list[Sample]) -> Batch:
+def ordered(samples):
     return collate_pairs(sorted(samples, key=lambda sample: sample[1]))
 
 
-def noisy(samples: list[Sample]) -> Batch:
+def noisy(samples):
     batch = collate_pairs(samples)
     return Batch(batch.inputs + torch.randn_like(batch.inputs), batch.targets)
 
 
-PLAIN: list[Callable[[list[Sample]], Batch]] = [collate_pairs, concatenated, with_constants]
-ODD: list[Callable[[list[Sample]], Batch]] = [graph, ordered, noisy, time_first]
+PLAIN = [collate_pairs, concatenated, with_constants]
+ODD = [graph, ordered, noisy, time_first]
 
 
-def assert_same(a: Any, b: Any) -> None:
+def assert_same(a, b):
     assert nest.structure(a) == nest.structure(b)
     for x, y in zip(nest.leaves(a), nest.leaves(b), strict=True):
         assert nest.same(x, y)
@@ -80,9 +78,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 @pytest.mark.parametrize("collate", PLAIN + ODD)
 @pytest.mark.parametrize(("num_looked_at", "n"), [(1, 1), (4, 3), (5, 23)])
-def test_made_batch_is_what_collating_would_give(
-    collate: Callable[[list[Sample]], Batch], num_looked_at: int, n: int
-) -> None:
+def test_made_batch_is_what_collating_would_give(collate, num_looked_at, n):
     spec = BatchSpec(Images([(4, 3)] * 6), collate, num_looked_at, seed=1)
     samples = [spec.samples[i % len(spec.samples)] for i in range(n)]
     torch.manual_seed(0)
@@ -96,7 +92,7 @@ def test_made_batch_is_what_collating_would_give(
     assert len(spec.samples) == num_looked_at
 
 
-def test_the_largest_shape_is_taken_and_its_samples_cycled() -> None:
+def test_the_largest_shape_is_taken_and_its_samples_cycled():
     shapes = [(3, 8, 8), (3, 16, 8), (3, 4, 4), (3, 16, 8), (3, 8, 2)]
     spec = BatchSpec(Images(shapes), collate_pairs, num_samples=10, seed=0)
     batch = spec.make(5, "cpu")
@@ -105,7 +101,7 @@ def test_the_largest_shape_is_taken_and_its_samples_cycled() -> None:
     assert spec.tensor_bytes == [3 * 16 * 8 * 4, 8]
 
 
-def test_reading_samples_leaves_the_global_generators_alone() -> None:
+def test_reading_samples_leaves_the_global_generators_alone():
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     expected = torch.rand(2), random.random(), np.random.rand()
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
@@ -117,7 +113,7 @@ def test_reading_samples_leaves_the_global_generators_alone() -> None:
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_channels_last_is_for_image_inputs_only(channels_last: bool) -> None:
+def test_channels_last_is_for_image_inputs_only(channels_last):
     inputs = {"image": torch.rand(2, 3, 4, 4), "mask": torch.ones(2, 3, 4, 4, dtype=torch.int64)}
     precision = Precision(torch.device("cpu"), channels_last=channels_last)
     placed, targets = precision.place(Batch(inputs, torch.rand(2, 3, 4, 4)))
@@ -141,13 +137,13 @@ def test_channels_last_is_for_image_inputs_only(channels_last: bool) -> None:
         (Batch(torch.zeros(3, 8), [torch.zeros(2), torch.zeros(4)]), 3),
     ],
 )
-def test_batch_size(batch: Batch, expected: int) -> None:
+def test_batch_size(batch, expected):
     assert batch_size(batch) == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_made_batch_takes_no_more_than_itself_on_the_device() -> None:
+def test_made_batch_takes_no_more_than_itself_on_the_device():
     spec = BatchSpec(Images([(3, 64, 64)] * 4), collate_pairs, 4, seed=0)
     torch.cuda.init()
     torch.cuda.reset_peak_memory_stats()
@@ -157,7 +153,7 @@ def test_made_batch_takes_no_more_than_itself_on_the_device() -> None:
     assert torch.equal(spec.make(64, "cuda").inputs.cpu(), spec.make(64, "cpu").inputs)
 
 
-def counted(number: int, seen: list[Any], error: Exception | None = None) -> Iterator[Batch]:
+def counted(number, seen, error=None):
     for position in range(number):
         seen.append(position)
         inputs = torch.full((1 << 20,), position, dtype=torch.uint8)
@@ -166,7 +162,7 @@ def counted(number: int, seen: list[Any], error: Exception | None = None) -> Ite
         raise error
 
 
-def test_an_error_of_the_next_batch_waits_for_its_turn() -> None:
+def test_an_error_of_the_next_batch_waits_for_its_turn():
     batches = CopiedAhead(counted(2, [], DataError("damaged")), torch.device("cpu"))
     assert [int(next(batches).targets) for _ in range(2)] == [0, 1]
     with pytest.raises(DataError, match="damaged"):
@@ -177,11 +173,11 @@ def test_an_error_of_the_next_batch_waits_for_its_turn() -> None:
 class Copies(TorchDispatchMode):
     """The streams of the copies from the host."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.streams: list[torch.cuda.Stream] = []
+        self.streams = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.copy_.default and not args[1].is_cuda:
             self.streams.append(torch.cuda.current_stream())
         return func(*args, **(kwargs or {}))
@@ -189,8 +185,8 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_next_batch_is_copied_on_another_stream() -> None:
-    seen: list[int] = []
+def test_the_next_batch_is_copied_on_another_stream():
+    seen = []
     found = []
     before = torch.cuda.memory_allocated()
     with Copies() as copies:

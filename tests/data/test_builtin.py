@@ -1,42 +1,35 @@
 from __future__ import annotations
 
 import gzip
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.builtin import FASHION
-from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
-from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.fashion import write_fashion_mnist, write_idx
 
 PLAIN = AugmentConfig(CROP_SCALE=[1.0, 1.0])
 
 
-def build(
-    augment: AugmentConfig = PLAIN, img_size: Any = None, seed: int = 0, **dataset: Any
-) -> DataBundle:
+def build(augment=PLAIN, img_size=None, seed=0, **dataset):
     config = DataConfig(DATASET=DatasetConfig(**dataset), AUGMENT=augment, IMG_SIZE=img_size)
     return build_data(config, seed=seed)
 
 
-def everything(dataset: Any) -> tuple[Tensor, Tensor]:
+def everything(dataset):
     inputs, targets = zip(*(dataset[i] for i in range(len(dataset))), strict=True)
     return torch.stack(inputs), torch.stack(targets)
 
 
-def assert_nests(taxonomy: Taxonomy, targets: Tensor) -> None:
+def assert_nests(taxonomy, targets):
     for depth, row in enumerate(taxonomy.parents):
         assert torch.equal(torch.tensor(row)[targets[:, depth + 1]], targets[:, depth])
 
 
-def test_digits() -> None:
+def test_digits():
     bundle = build(NAME="digits")
     assert (bundle.in_chans, bundle.img_size) == (1, (32, 32))
     assert bundle.taxonomy is not None
@@ -53,10 +46,10 @@ def test_digits() -> None:
     assert held_out.min() >= 34
     other = build(NAME="digits", seed=1).val
     assert torch.equal(everything(bundle.val)[0], everything(other)[0]), "the split knows no seed"
-    assert len(build(NAME="digits", VAL_FRACTION=0.5).val) == 898  # type: ignore[arg-type]
+    assert len(build(NAME="digits", VAL_FRACTION=0.5).val) == 898
 
 
-def test_fashion_mnist(tmp_path: Path) -> None:
+def test_fashion_mnist(tmp_path):
     write_fashion_mnist(tmp_path, 20, 10)
     bundle = build(NAME="fashion_mnist", ROOT=str(tmp_path))
     assert bundle.taxonomy == FASHION
@@ -66,7 +59,7 @@ def test_fashion_mnist(tmp_path: Path) -> None:
     assert targets[5, 0] == targets[7, 0] == targets[9, 0], "sandals, sneakers and boots are shoes"
 
 
-def test_files_of_fashion_mnist_that_cannot_be_used(tmp_path: Path) -> None:
+def test_files_of_fashion_mnist_that_cannot_be_used(tmp_path):
     write_fashion_mnist(tmp_path, 20, 10)
     labels, images = tmp_path / "train-labels-idx1-ubyte.gz", tmp_path / "t10k-images-idx3-ubyte.gz"
     whole = images.read_bytes()
@@ -90,7 +83,7 @@ def test_files_of_fashion_mnist_that_cannot_be_used(tmp_path: Path) -> None:
         build(NAME="fashion_mnist", ROOT=str(tmp_path))
 
 
-SYNTHETIC: dict[str, Any] = {
+SYNTHETIC = {
     "NAME": "synthetic",
     "NUM_SAMPLES": 96,
     "NUM_SAMPLES_VAL": 48,
@@ -98,14 +91,14 @@ SYNTHETIC: dict[str, Any] = {
 }
 
 
-def test_synthetic_is_what_was_asked_for() -> None:
+def test_synthetic_is_what_was_asked_for():
     bundle = build(img_size=[12, 20], CHANNELS=5, **SYNTHETIC)
     assert (bundle.in_chans, bundle.img_size) == (5, (12, 20))
     assert bundle.taxonomy is not None
     assert bundle.taxonomy.num_classes == {"level1": 2, "level2": 5, "level3": 10}
     inputs, targets = everything(bundle.train)
     assert inputs.shape == (96, 5, 12, 20)
-    assert len(bundle.val) == 48  # type: ignore[arg-type]
+    assert len(bundle.val) == 48
     assert_nests(bundle.taxonomy, targets)
     assert set(targets[:, 2].tolist()) == set(range(10))
     assert set(targets[:, 1].tolist()) == set(range(5))
@@ -113,7 +106,7 @@ def test_synthetic_is_what_was_asked_for() -> None:
         bundle.train[96]
 
 
-def test_synthetic_samples_follow_from_their_index() -> None:
+def test_synthetic_samples_follow_from_their_index():
     first, second = build(img_size=8, **SYNTHETIC), build(img_size=8, seed=9, **SYNTHETIC)
     torch.manual_seed(1)
     assert torch.equal(first.train[17][0], second.train[17][0])
@@ -124,19 +117,19 @@ def test_synthetic_samples_follow_from_their_index() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def known_depths(targets: Tensor) -> list[int]:
+def known_depths(targets):
     """How many samples have their labels down to each level; each has them without a gap."""
     known = targets >= 0
     assert torch.equal(known.cummin(dim=1).values, known)
     return torch.bincount(known.sum(dim=1), minlength=targets.shape[1] + 1).tolist()
 
 
-def test_a_fraction_of_the_training_labels_may_be_unknown() -> None:
+def test_a_fraction_of_the_training_labels_may_be_unknown():
     dataset = SYNTHETIC | {"NUM_SAMPLES": 1000}
     plain = build(img_size=4, **dataset)
     hidden = build(img_size=4, UNKNOWN_FRACTION=0.6, seed=5, **dataset)
     assert torch.equal(plain.train[7][0], hidden.train[7][0])
-    targets: Tensor = plain.train.targets  # type: ignore[attr-defined]
+    targets = plain.train.targets
     targets_hidden = everything(hidden.train)[1]
     assert torch.equal(torch.where(targets_hidden < 0, targets_hidden, targets), targets_hidden)
     depths = [count / len(targets) for count in known_depths(targets_hidden)]

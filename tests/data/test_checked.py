@@ -16,22 +16,21 @@ from linnaeus.data.image import DEFAULT_DECODING
 from linnaeus.data.image_files import ImageFiles
 from linnaeus.runtime.errors import DataError
 from tests.helpers.datasets import write_image
-from tests.helpers.runs import Run
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.mark.usefixtures("cache")
-def test_images_are_checked_once_and_all_damaged_ones_named(run: Run, tmp_path: Path) -> None:
+def test_images_are_checked_once_and_all_damaged_ones_named(run, tmp_path):
     for i in range(20):
         write_image(tmp_path / "images" / "ab"[i % 2] / f"{i}.jpg", seed=i)
     bad = [tmp_path / "images" / "a" / f"{i}.jpg" for i in (2, 4)]
 
-    def known() -> int:
+    def known():
         outcome = run("check-data", "data=imagefolder", "DATA.DATASET.ROOT=images")
         assert outcome.code == any(str(path.name) in outcome.err for path in bad)
         [(number, num_known)] = re.findall(
@@ -46,11 +45,11 @@ def test_images_are_checked_once_and_all_damaged_ones_named(run: Run, tmp_path: 
     assert known() == 18
     node = DatasetConfig(NAME="imagefolder", ROOT="images")
     kept = build_data(DataConfig(DATASET=node, ON_BAD_IMAGE="skip"), seed=0)
-    assert len(kept.train) + len(kept.val) == 18  # type: ignore[arg-type]
+    assert len(kept.train) + len(kept.val) == 18
     assert run("check-data", "data=digits").code == 2
 
 
-def test_a_cache_that_fails_does_not_fail_the_check(tmp_path: Path, cache: Path) -> None:
+def test_a_cache_that_fails_does_not_fail_the_check(tmp_path, cache):
     write_image(tmp_path / "a.png")
     files = [str(tmp_path / "a.png"), str(tmp_path / "gone.png")]
     cache.write_text("not a folder")
@@ -65,7 +64,7 @@ def test_a_cache_that_fails_does_not_fail_the_check(tmp_path: Path, cache: Path)
     gc.collect()  # from Python 3.13 on, a connection that was left open warns
 
 
-def test_a_file_that_changed_is_read_again(tmp_path: Path, cache: Path) -> None:
+def test_a_file_that_changed_is_read_again(tmp_path, cache):
     file = tmp_path / "a.png"
     write_image(file)
     whole = file.read_bytes()
@@ -74,11 +73,15 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path, cache: Path) -> None:
     os.utime(file, ns=(1, 1))
     assert list(find_damaged([str(file)], 3, DEFAULT_DECODING)[0]) == [0]
     file.write_bytes(whole)
+    assert [find_damaged([str(file)], 3, DEFAULT_DECODING) for _ in range(2)] == [({}, 0), ({}, 1)]
+    file.rename(tmp_path / "b.png")  # a file that is gone is forgotten
+    assert list(find_damaged([str(file)], 3, DEFAULT_DECODING)[0]) == [0]
+    (tmp_path / "b.png").rename(file)
     assert find_damaged([str(file)], 3, DEFAULT_DECODING) == ({}, 0)
 
 
 @pytest.mark.usefixtures("cache")
-def test_no_command_prints_warnings_of_pillow(run: Run, tmp_path: Path) -> None:
+def test_no_command_prints_warnings_of_pillow(run, tmp_path):
     for i in range(4):
         folder = tmp_path / "images" / "ab"[i % 2]
         write_image(folder / f"{i}.jpg", exif=b"Exif\0\0MM\0*garbage")
@@ -94,7 +97,7 @@ def test_no_command_prints_warnings_of_pillow(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("channels", [1, 3, 5])
-def test_check_and_skip_judge_as_training_does(run: Run, tmp_path: Path, channels: int) -> None:
+def test_check_and_skip_judge_as_training_does(run, tmp_path, channels):
     for i in range(8):
         write_image(tmp_path / "images" / "ab"[i % 2] / f"{i}.png", mode="RGBA" if i else "LA")
         np.save(tmp_path / "images" / "ab"[i % 2] / f"{i}.npy", np.zeros((5, 9, 9), np.uint8))
@@ -117,4 +120,4 @@ def test_check_and_skip_judge_as_training_does(run: Run, tmp_path: Path, channel
                     split[position]
             else:
                 assert split[position][0].shape == (channels, 8, 8)
-    assert len(kept.train) + len(kept.val) == 8  # type: ignore[arg-type]
+    assert len(kept.train) + len(kept.val) == 8

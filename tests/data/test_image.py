@@ -4,10 +4,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,19 +28,19 @@ from tests.helpers.datasets import picture, write_image
 RGB_FILES = ["a.jpg", "a.JPEG", "a.png", "a.webp", "a.bmp", "a.gif", "a.tif", "a.ppm"]
 
 
-def as_tensor(image: Image.Image, mode: str = "RGB") -> torch.Tensor:
+def as_tensor(image, mode="RGB"):
     """uint8 [C, H, W]."""
     pixels = np.array(image.convert(mode))
     return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1)
 
 
-def mean_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+def mean_difference(a, b):
     assert a.shape == b.shape
     return float((a.float() - b.float()).abs().mean())
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_every_format_gives_the_picture(tmp_path: Path, channels: int) -> None:
+def test_every_format_gives_the_picture(tmp_path, channels):
     for name in RGB_FILES:
         path = write_image(tmp_path / name)
         image = load_image(path, channels)
@@ -53,13 +51,13 @@ def test_every_format_gives_the_picture(tmp_path: Path, channels: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
-def test_damaged_metadata_do_not_spoil_a_picture(tmp_path: Path) -> None:
+def test_damaged_metadata_do_not_spoil_a_picture(tmp_path):
     path = write_image(tmp_path / "a.jpg", exif=b"Exif\0\0MM\0*garbage")
     assert mean_difference(load_image(path, 3), as_tensor(picture())) < 16
     assert find_damage(path, 3, DEFAULT_DECODING) is None
 
 
-def damaged_files(folder: Path) -> dict[str, Path]:
+def damaged_files(folder):
     files = {}
     for name, keep in [
         ("short.jpg", 0.5),
@@ -89,7 +87,7 @@ def damaged_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_damaged_files_are_named(tmp_path):
     for path in damaged_files(tmp_path).values():
         with pytest.raises(DataError, match=r"DATA\.ON_BAD_IMAGE") as caught:
             load_image(path, 3)
@@ -100,23 +98,23 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 ALPHA = (np.arange(16 * 24) % 256).astype(np.uint8).reshape(16, 24)
 
 
-def reference(seed: int = 3) -> np.ndarray:
+def reference(seed=3):
     """uint8 [16, 24, 3], coloured blocks."""
     fields = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
     return fields.repeat(4, axis=0).repeat(4, axis=1)
 
 
-def on(background: int, rgb: np.ndarray, alpha: np.ndarray = ALPHA) -> np.ndarray:
+def on(background, rgb, alpha=ALPHA):
     """The pixels composited on a grey background."""
     part = alpha[:, :, None] / 255
     return np.rint(rgb * part + background * (1 - part)).astype(np.uint8)
 
 
-def grey(rgb: np.ndarray) -> np.ndarray:
+def grey(rgb):
     return np.repeat(rgb[:, :, :1], 3, axis=2)
 
 
-def with_alpha(image: Image.Image) -> Image.Image:
+def with_alpha(image):
     image.putalpha(Image.fromarray(ALPHA))
     return image
 
@@ -127,13 +125,13 @@ LABELS = np.random.default_rng(2).integers(0, 16, (16, 24), dtype=np.uint8)
 BITS = np.random.default_rng(4).integers(0, 2, (16, 24), dtype=np.uint8) * 255
 
 
-def palette_image() -> Image.Image:
+def palette_image():
     image = Image.frombytes("P", (24, 16), LABELS.tobytes())
     image.putpalette(PALETTE.tobytes())
     return image
 
 
-def rotated(path: Path) -> None:
+def rotated(path):
     exif = Image.Exif()
     exif[0x0112] = 8
     Image.fromarray(np.rot90(RGB, -1).copy()).save(path, exif=exif)
@@ -143,7 +141,7 @@ GREY = RGB[:, :, 0]
 COLOUR, SHADES, CHOSEN = Image.fromarray(RGB), Image.fromarray(GREY), PALETTE[LABELS]
 MORE = {"save_all": True, "append_images": [Image.new("P", (24, 16))]}
 LOOSE = {"progressive": True, "quality": 100, "subsampling": 0}
-ODD: dict[str, tuple[Callable[[Path], Any], np.ndarray, float]] = {
+ODD = {
     "16-bit grey.tif": (
         lambda p: Image.fromarray(GREY.astype(np.uint16) * 257).save(p),
         grey(RGB),
@@ -194,7 +192,7 @@ The plain form is made from arrays, without what reads images."""
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_images_give_their_plain_form(tmp_path: Path, name: str) -> None:
+def test_odd_images_give_their_plain_form(tmp_path, name):
     write, expected, allowed = ODD[name]
     write(tmp_path / name)
     found = load_image(tmp_path / name, 3)
@@ -202,7 +200,7 @@ def test_odd_images_give_their_plain_form(tmp_path: Path, name: str) -> None:
     assert find_damage(tmp_path / name, 3, DEFAULT_DECODING) is None
 
 
-def test_opaque_pixels_and_older_runs_keep_their_colors(tmp_path: Path) -> None:
+def test_opaque_pixels_and_older_runs_keep_their_colors(tmp_path):
     file = tmp_path / "a.png"
     with_alpha(COLOUR.copy()).save(file)
     opaque, colors = torch.from_numpy(ALPHA == 255), torch.from_numpy(RGB).permute(2, 0, 1)
@@ -218,7 +216,7 @@ def test_opaque_pixels_and_older_runs_keep_their_colors(tmp_path: Path) -> None:
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I", "I;16", "F")
 
 
-def of_mode(mode: str, folder: Path) -> Path:
+def of_mode(mode, folder):
     """A file of this mode."""
     path = folder / f"{mode.replace(';', '_')}.tif"
     if mode == "YCbCr":
@@ -234,14 +232,14 @@ def of_mode(mode: str, folder: Path) -> Path:
     elif mode == "LAB":
         profiles = [ImageCms.createProfile(name) for name in ("sRGB", "LAB")]
         change = ImageCms.buildTransform(*profiles, "RGB", "LAB")
-        ImageCms.applyTransform(COLOUR, change).save(path)  # type: ignore[union-attr]
+        ImageCms.applyTransform(COLOUR, change).save(path)
     else:
         COLOUR.convert(mode).save(path)
     return path
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
-def test_what_the_check_passes_loads(tmp_path: Path, channels: int) -> None:
+def test_what_the_check_passes_loads(tmp_path, channels):
     modes = {*MODES, "I;16B", "P+tRNS", "LAB"}
     if channels not in (1, 3):
         pytest.importorskip("tifffile")
@@ -266,7 +264,7 @@ def test_what_the_check_passes_loads(tmp_path: Path, channels: int) -> None:
 
 @pytest.mark.parametrize("mode", ["La", "PA", "RGBa", "RGBX", "HSV", "I;16B"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_modes_without_a_file_format_convert(mode: str, channels: int) -> None:
+def test_modes_without_a_file_format_convert(mode, channels):
     through = {"La": "LA", "RGBa": "RGBA", "PA": "P"}.get(mode, mode)
     if mode == "I;16B":
         image = Image.frombytes(mode, (24, 16), GREY.astype(">u2").tobytes())
@@ -278,7 +276,7 @@ def test_modes_without_a_file_format_convert(mode: str, channels: int) -> None:
 BANDS = np.random.default_rng(5).integers(0, 2**12, (5, 16, 24), dtype=np.uint16)
 
 
-def write_bands(path: Path, bands: np.ndarray, layout: str = "CHW") -> Path:
+def write_bands(path, bands, layout="CHW"):
     """An array file or a TIFF file of channels [C, H, W]."""
     path.parent.mkdir(parents=True, exist_ok=True)
     values = np.ascontiguousarray(bands if layout == "CHW" else np.moveaxis(bands, 0, -1))
@@ -293,7 +291,7 @@ def write_bands(path: Path, bands: np.ndarray, layout: str = "CHW") -> Path:
 
 
 @pytest.mark.parametrize("name", ["CHW.npy", "HWC.npy", "CHW.tif", "HWC.tif", "pages.tif"])
-def test_any_number_of_channels_is_read(tmp_path: Path, name: str) -> None:
+def test_any_number_of_channels_is_read(tmp_path, name):
     path = write_bands(tmp_path / name, BANDS, Path(name).stem)
     found = load_image(path, 5, Decoding(bit_depth=12))
     assert torch.equal(found, torch.from_numpy((BANDS >> 4).astype(np.uint8)))
@@ -307,14 +305,14 @@ def test_any_number_of_channels_is_read(tmp_path: Path, name: str) -> None:
     assert find_damage(path, 5, DEFAULT_DECODING)
 
 
-def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
     path = of_mode("RGBA", tmp_path)
     monkeypatch.setitem(sys.modules, "tifffile", None)
     assert "pip install tifffile" in (find_damage(path, 4, DEFAULT_DECODING) or "")
     assert find_damage(path, 3, DEFAULT_DECODING) is None
 
 
-def test_arrays_without_a_clear_channel_axis_are_refused(tmp_path: Path) -> None:
+def test_arrays_without_a_clear_channel_axis_are_refused(tmp_path):
     for shape in ((5, 9, 5), (9, 5, 9), (2, 5, 9, 9), (9,), (0, 5, 5)):
         np.save(tmp_path / "a.npy", np.zeros(shape, np.uint8))
         with pytest.raises(DataError, match=re.escape(str(list(shape)))):
@@ -323,7 +321,7 @@ def test_arrays_without_a_clear_channel_axis_are_refused(tmp_path: Path) -> None
     assert find_damage(tmp_path / "a.npy", 5, DEFAULT_DECODING)
 
 
-def test_arrays_of_one_and_three_channels_are_converted(tmp_path: Path) -> None:
+def test_arrays_of_one_and_three_channels_are_converted(tmp_path):
     np.save(tmp_path / "rgb.npy", RGB)
     assert torch.equal(load_image(tmp_path / "rgb.npy", 3), as_tensor(COLOUR))
     assert torch.equal(load_image(tmp_path / "rgb.npy", 1), as_tensor(COLOUR, "L"))
@@ -331,13 +329,13 @@ def test_arrays_of_one_and_three_channels_are_converted(tmp_path: Path) -> None:
     assert torch.equal(load_image(tmp_path / "grey.npy", 3), as_tensor(SHADES))
 
 
-def ends_at(path: Path, channels: int) -> float:
+def ends_at(path, channels):
     found = file_range(str(path), channels, DEFAULT_DECODING)
     assert found is not None
     return found[1]
 
 
-def test_the_range_of_a_file_leaves_out_hot_pixels(tmp_path: Path) -> None:
+def test_the_range_of_a_file_leaves_out_hot_pixels(tmp_path):
     values = np.linspace(0, 4095, 48 * 48).reshape(48, 48)
     for dtype in (np.uint16, np.int64, np.float32):
         path = tmp_path / "a.npy"
@@ -354,7 +352,7 @@ WIDE = [np.uint16, np.int32, np.int64, np.float32, np.float64]
 
 
 @pytest.mark.parametrize("dtype", WIDE)
-def test_one_range_reads_a_dark_and_a_bright_file(tmp_path: Path, dtype: Any) -> None:
+def test_one_range_reads_a_dark_and_a_bright_file(tmp_path, dtype):
     decoding = Decoding(bit_depth=12, float_bits=12)
     for peak, expected in ((200, 12), (4095, 255), (9000, 255)):
         values = np.linspace(0, peak, 48 * 48).reshape(48, 48).astype(dtype)
@@ -365,7 +363,7 @@ def test_one_range_reads_a_dark_and_a_bright_file(tmp_path: Path, dtype: Any) ->
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float32])
-def test_a_file_of_no_measured_range_has_its_own(tmp_path: Path, dtype: Any) -> None:
+def test_a_file_of_no_measured_range_has_its_own(tmp_path, dtype):
     values = GREY.astype(dtype)
     np.save(tmp_path / "a.npy", values)
     assert torch.equal(load_image(tmp_path / "a.npy", 1), as_tensor(SHADES, "L"))
@@ -373,7 +371,7 @@ def test_a_file_of_no_measured_range_has_its_own(tmp_path: Path, dtype: Any) -> 
     assert int(load_image(tmp_path / "a.npy", 1, saved).max()) <= 1, "a negative control"
 
 
-def test_a_file_without_a_finite_value_is_damaged(tmp_path: Path) -> None:
+def test_a_file_without_a_finite_value_is_damaged(tmp_path):
     values = np.full((16, 24), np.nan, np.float32)
     np.save(tmp_path / "a.npy", values)
     assert "NaN" in (find_damage(tmp_path / "a.npy", 1, DEFAULT_DECODING) or "")
@@ -385,7 +383,7 @@ def test_a_file_without_a_finite_value_is_damaged(tmp_path: Path) -> None:
         assert int(found.sum()) == 128
 
 
-def test_colors_of_16_bits_are_not_read_dark(tmp_path: Path) -> None:
+def test_colors_of_16_bits_are_not_read_dark(tmp_path):
     tifffile = pytest.importorskip("tifffile")
     values = RGB.astype(np.uint16) * 16
     tifffile.imwrite(tmp_path / "a.tif", values)
@@ -396,7 +394,7 @@ def test_colors_of_16_bits_are_not_read_dark(tmp_path: Path) -> None:
     assert torch.equal(load_image(tmp_path / "b.tif", 3), as_tensor(COLOUR))
 
 
-def test_the_largest_image_is_a_key(tmp_path: Path) -> None:
+def test_the_largest_image_is_a_key(tmp_path):
     path = write_image(tmp_path / "a.png")
     np.save(tmp_path / "a.npy", np.asarray(picture()))
     for file in (path, tmp_path / "a.npy"):
@@ -404,9 +402,7 @@ def test_the_largest_image_is_a_key(tmp_path: Path) -> None:
         assert "DATA.MAX_PIXELS" in (find_damage(file, 3, Decoding(max_pixels=24 * 32 - 1)) or "")
 
 
-def test_an_image_above_pillows_limit_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_above_pillows_limit_can_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)
     path = write_image(tmp_path / "a.png")
     with pytest.raises(DataError, match=r"DATA\.MAX_PIXELS"):
@@ -414,9 +410,7 @@ def test_an_image_above_pillows_limit_can_be_read(
     assert load_image(path, 3, Decoding(max_pixels=768)).shape == (3, 24, 32)
 
 
-def test_no_image_within_the_limit_makes_pillow_warn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_image_within_the_limit_makes_pillow_warn(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
     path = write_image(tmp_path / "a.png")
     with pytest.warns(Image.DecompressionBombWarning), Image.open(path):
@@ -428,7 +422,7 @@ def test_no_image_within_the_limit_makes_pillow_warn(
     assert not caught
 
 
-def test_heic_images_are_read_where_the_library_is(tmp_path: Path) -> None:
+def test_heic_images_are_read_where_the_library_is(tmp_path):
     pillow_heif = pytest.importorskip("pillow_heif")
     pillow_heif.from_pillow(picture()).save(tmp_path / "a.heic", quality=95)
     assert mean_difference(load_image(tmp_path / "a.heic", 3), as_tensor(picture())) < 16
@@ -437,7 +431,7 @@ def test_heic_images_are_read_where_the_library_is(tmp_path: Path) -> None:
     assert find_damage(damaged, 3, DEFAULT_DECODING)
 
 
-def test_no_image_file_starts_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_image_file_starts_a_program(tmp_path, monkeypatch):
     path, ran = tmp_path / "photo.jpg", tmp_path / "ran"
     picture().save(path, format="EPS")
     ghostscript = tmp_path / "gs"
@@ -454,14 +448,14 @@ def test_no_image_file_starts_a_program(tmp_path: Path, monkeypatch: pytest.Monk
     assert ran.exists(), "a negative control"
 
 
-def large_photo(path: Path, size: tuple[int, int] = (1200, 900), **options: Any) -> Path:
+def large_photo(path, size=(1200, 900), **options):
     """A JPEG file with fine and coarse structure."""
     noise = np.random.default_rng(6).integers(0, 256, (size[1] // 50, size[0] // 50, 3), np.uint8)
     Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).save(path, quality=95, **options)
     return path
 
 
-def test_large_photos_are_decoded_at_twice_the_size_needed(tmp_path: Path) -> None:
+def test_large_photos_are_decoded_at_twice_the_size_needed(tmp_path):
     path = large_photo(tmp_path / "a.jpg")
     whole = load_image(path, 3)
     assert torch.equal(whole, as_tensor(Image.open(path)))
@@ -476,12 +470,12 @@ def test_large_photos_are_decoded_at_twice_the_size_needed(tmp_path: Path) -> No
         assert torch.equal(exact, whole)
 
 
-def test_the_orientation_turns_the_size_needed(tmp_path: Path) -> None:
+def test_the_orientation_turns_the_size_needed(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     path, seen = large_photo(tmp_path / "a.jpg", exif=exif), []
 
-    def smallest(height: int, width: int) -> tuple[float, float]:
+    def smallest(height, width):
         seen.append((height, width))
         return 600, 225
 
@@ -489,6 +483,6 @@ def test_the_orientation_turns_the_size_needed(tmp_path: Path) -> None:
     assert seen == [(1200, 900)]
 
 
-def test_other_formats_are_decoded_whole(tmp_path: Path) -> None:
+def test_other_formats_are_decoded_whole(tmp_path):
     path = write_image(tmp_path / "a.png")
     assert load_image(path, 3, Decoding(fast=True), lambda *_: (1, 1)).shape == (3, 24, 32)

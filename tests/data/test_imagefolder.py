@@ -3,16 +3,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
 from operator import call
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.bundle import DataBundle, OnMain
 from linnaeus.data.datasets import build_data
 from linnaeus.inference.evaluation_data import EvaluationRequest, build_evaluation_data
 from linnaeus.runtime.errors import ConfigError, DataError
@@ -20,27 +16,27 @@ from tests.helpers.datasets import write_image
 
 
 def build(
-    root: Path | str | list[Path] | None,
-    on_bad_image: str = "raise",
-    on_main: OnMain = call,
-    **dataset: Any,
-) -> DataBundle:
+    root,
+    on_bad_image="raise",
+    on_main=call,
+    **dataset,
+):
     text = [*map(str, root)] if isinstance(root, list) else None if root is None else str(root)
     node = DatasetConfig(NAME="imagefolder", ROOT=text, **dataset)
     config = DataConfig(DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE=on_bad_image)
     return build_data(config, seed=0, on_main=on_main)
 
 
-def paths(dataset: Any) -> list[str]:
+def paths(dataset):
     return [os.fsdecode(dataset.paths[i]) for i in range(len(dataset))]
 
 
-def num_left_out(bundle: DataBundle) -> int:
+def num_left_out(bundle):
     """Damaged images, as the report counts them."""
     return sum(int(number) for number in re.findall(r": (\d+) damaged", "\n".join(bundle.report)))
 
 
-def test_levels_of_folders_are_levels_of_labels(nested: Path) -> None:
+def test_levels_of_folders_are_levels_of_labels(nested):
     bundle = build(nested, VAL_FRACTION=0.4)
     taxonomy = bundle.taxonomy
     assert taxonomy is not None
@@ -62,7 +58,7 @@ def test_levels_of_folders_are_levels_of_labels(nested: Path) -> None:
     assert any(str(nested) in line and "12" in line and "8" in line for line in bundle.report)
 
 
-def test_split_folders_are_used(nested: Path, tmp_path: Path) -> None:
+def test_split_folders_are_used(nested, tmp_path):
     shutil.copytree(nested, tmp_path / "data" / "train")
     shutil.copytree(nested / "Animalia", tmp_path / "data" / "val" / "Animalia")
     bundle = build(tmp_path / "data", LEVELS=["kingdom", "species"])
@@ -79,11 +75,11 @@ def test_split_folders_are_used(nested: Path, tmp_path: Path) -> None:
     assert len(paths(bundle.train)) + len(paths(bundle.val)) == 20
 
 
-def labels(dataset: Any) -> dict[str, list[int]]:
+def labels(dataset):
     return {path: dataset.targets[i].tolist() for i, path in enumerate(paths(dataset))}
 
 
-def test_images_in_a_coarser_folder_have_unknown_finer_labels(nested: Path, tmp_path: Path) -> None:
+def test_images_in_a_coarser_folder_have_unknown_finer_labels(nested, tmp_path):
     root = tmp_path / "data"
     shutil.copytree(nested, root / "train")
     write_image(root / "train" / "Plantae" / "some.jpg")
@@ -109,9 +105,7 @@ def test_images_in_a_coarser_folder_have_unknown_finer_labels(nested: Path, tmp_
         build(root, ALLOW_COARSE=False)
 
 
-def test_roots_are_joined_and_each_holds_out_what_it_would_alone(
-    nested: Path, tmp_path: Path
-) -> None:
+def test_roots_are_joined_and_each_holds_out_what_it_would_alone(nested, tmp_path):
     more = tmp_path / "more"
     for i in range(10):
         write_image(more / ("Animalia/dog", "Plantae/oak")[i % 2] / f"{i}.jpg", seed=i)
@@ -133,9 +127,7 @@ def test_roots_are_joined_and_each_holds_out_what_it_would_alone(
     assert (len(paths(bundle.train)), len(paths(bundle.val))) == (30, 10)
 
 
-def test_what_is_hidden_or_no_image_is_ignored_and_links_are_followed(
-    nested: Path, tmp_path: Path
-) -> None:
+def test_what_is_hidden_or_no_image_is_ignored_and_links_are_followed(nested, tmp_path):
     expected = paths(build(nested).train)
     write_image(nested / ".trash" / "x" / "0.jpg")
     write_image(nested / "Animalia" / "cat" / ".0.jpg")
@@ -154,7 +146,7 @@ def test_what_is_hidden_or_no_image_is_ignored_and_links_are_followed(
     assert "Animalia/cat/9.jpg" in paths(bundle.train) + paths(bundle.val)
 
 
-def test_a_link_to_a_folder_above_is_an_error(nested: Path) -> None:
+def test_a_link_to_a_folder_above_is_an_error(nested):
     (nested / "Animalia" / "cat" / "loop").symlink_to(nested)
     with pytest.raises(DataError, match=str(nested / "Animalia" / "cat" / "loop")):
         build(nested)
@@ -170,14 +162,14 @@ INAT = [
 
 
 @pytest.fixture
-def inat(tmp_path: Path) -> Path:
+def inat(tmp_path):
     for i, folder in enumerate(INAT):
         for j in range(3):
             write_image(tmp_path / "inat" / folder / f"{j}.jpg", seed=10 * i + j)
     return tmp_path / "inat"
 
 
-def test_folder_names_of_inaturalist_are_seven_levels(inat: Path) -> None:
+def test_folder_names_of_inaturalist_are_seven_levels(inat):
     bundle = build(inat)
     taxonomy = bundle.taxonomy
     assert taxonomy is not None
@@ -198,7 +190,7 @@ def test_folder_names_of_inaturalist_are_seven_levels(inat: Path) -> None:
         assert "_".join([*names[:-1], names[-1].split(" ")[1]]) == path.split("/")[0][6:]
 
 
-def test_some_levels_of_inaturalist(inat: Path) -> None:
+def test_some_levels_of_inaturalist(inat):
     """Coarse to fine; the run is evaluated on its folders and on those of another data set."""
     bundle = build(inat, LEVELS=["kingdom", "genus"])
     assert bundle.taxonomy is not None
@@ -217,7 +209,7 @@ def test_some_levels_of_inaturalist(inat: Path) -> None:
         assert len(found) == num
 
 
-def test_mixed_folder_names_are_named_and_can_be_forced(inat: Path) -> None:
+def test_mixed_folder_names_are_named_and_can_be_forced(inat):
     for j in range(2):
         write_image(inat / "others" / f"{j}.jpg")
     with pytest.raises(DataError, match="others"):
@@ -227,11 +219,11 @@ def test_mixed_folder_names_are_named_and_can_be_forced(inat: Path) -> None:
     assert taxonomy.num_classes == {"class": 6}
 
 
-def test_images_are_decoded_on_one_process_and_left_out_on_all(nested: Path) -> None:
+def test_images_are_decoded_on_one_process_and_left_out_on_all(nested):
     whole = build(nested, on_bad_image="skip")
-    calls: list[int] = []
+    calls = []
 
-    def as_rank_1(read: Callable[[], Any]) -> Any:
+    def as_rank_1(read):
         found = read()
         if not isinstance(found, dict):  # the range of values
             return found
@@ -240,11 +232,11 @@ def test_images_are_decoded_on_one_process_and_left_out_on_all(nested: Path) -> 
 
     bundle = build(nested, on_bad_image="skip", on_main=as_rank_1)
     assert len(calls) == 2, "one for each split"
-    assert (len(bundle.train), len(bundle.val)) == (len(whole.train) - 1, len(whole.val) - 1)  # type: ignore[arg-type]
+    assert (len(bundle.train), len(bundle.val)) == (len(whole.train) - 1, len(whole.val) - 1)
     assert "0-says" in " ".join(bundle.report)
 
 
-def test_damaged_images_are_left_out_counted_and_reported(nested: Path) -> None:
+def test_damaged_images_are_left_out_counted_and_reported(nested):
     whole = build(nested, on_bad_image="skip")
     assert num_left_out(whole) == 0
     bad = ["Animalia/cat/0.jpg", "Plantae/oak/1.jpg", "Plantae/oak/2.jpg"]
@@ -257,11 +249,11 @@ def test_damaged_images_are_left_out_counted_and_reported(nested: Path) -> None:
     assert all(path in report for path in bad)
     assert num_left_out(bundle) == 3
     for dataset in (bundle.train, bundle.val):
-        for i in range(len(dataset)):  # type: ignore[arg-type]
+        for i in range(len(dataset)):
             dataset[i]
 
 
-def test_train_may_be_a_class(tmp_path: Path) -> None:
+def test_train_may_be_a_class(tmp_path):
     for name in ("car", "plane", "train"):
         for i in range(5):
             write_image(tmp_path / name / f"{i}.png", seed=i)

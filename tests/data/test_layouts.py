@@ -5,19 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.data.split_file import save_split
 from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
 from tests.helpers.layouts import CLASSES, build, folders, levels, paths, sizes, table
-from tests.helpers.runs import Run
 
 FLAT = {"class": CLASSES}
 
@@ -43,7 +40,7 @@ FLAT = {"class": CLASSES}
         ("{}/{}_train", "{}/{}_val"),
     ],
 )
-def test_folders_of_splits_are_no_level(tmp_path: Path, train: str, val: str) -> None:
+def test_folders_of_splits_are_no_level(tmp_path, train, val):
     for each in CLASSES:
         folders(tmp_path, [train.replace("{}", each) if "{}" in train else f"{train}/{each}"], [""])
         name = val.replace("{}", each) if "{}" in val else f"{val}/{each}"
@@ -51,7 +48,7 @@ def test_folders_of_splits_are_no_level(tmp_path: Path, train: str, val: str) ->
     bundle = build(tmp_path)
     assert levels(bundle) == FLAT
     assert sizes(bundle) == [12, 6]
-    assert sorted(bundle.val.targets[:, 0].tolist()) == [0, 0, 1, 1, 2, 2]  # type: ignore[attr-defined]
+    assert sorted(bundle.val.targets[:, 0].tolist()) == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -63,20 +60,18 @@ def test_folders_of_splits_are_no_level(tmp_path: Path, train: str, val: str) ->
         (["{}"], ("test", "train", "bus")),
     ],
 )
-def test_classes_called_like_splits_are_classes(
-    tmp_path: Path, names: list[str], classes: tuple[str, ...]
-) -> None:
+def test_classes_called_like_splits_are_classes(tmp_path, names, classes):
     bundle = build(folders(tmp_path, names, classes, num=5))
     assert levels(bundle) == {"class": tuple(sorted(classes))}
 
 
-def test_a_level_of_two_classes_stays_a_level(tmp_path: Path) -> None:
+def test_a_level_of_two_classes_stays_a_level(tmp_path):
     folders(tmp_path, ["Animals"], ["cat", "dog", "unknown"])
     folders(tmp_path, ["Plants"], ["elm", "oak", "unknown"])
     assert [len(names) for names in levels(build(tmp_path)).values()] == [2, 6]
 
 
-def test_folders_that_hold_the_same_classes_are_refused(tmp_path: Path) -> None:
+def test_folders_that_hold_the_same_classes_are_refused(tmp_path):
     folders(tmp_path, ["part1", "part2"])
     with pytest.raises(ConfigError, match=r"part1.*DATA\.DATASET\.TRAIN.*LEVELS"):
         build(tmp_path)
@@ -85,7 +80,7 @@ def test_folders_that_hold_the_same_classes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num", [2, 5, 30])
-def test_many_folders_with_nearly_the_same_classes_are_refused(tmp_path: Path, num: int) -> None:
+def test_many_folders_with_nearly_the_same_classes_are_refused(tmp_path, num):
     """As folds, sites and patients have them, also in a folder of training; not as a taxonomy has them."""
     for i in range(num):
         classes = ["benign", "malign"] if i % 3 < 2 else ["benign"]
@@ -101,7 +96,7 @@ def test_many_folders_with_nearly_the_same_classes_are_refused(tmp_path: Path, n
     assert len(levels(build(tmp_path / "nested"))["level1"]) == num
 
 
-def test_folders_of_runs_are_no_classes(tmp_path: Path, run: Run) -> None:
+def test_folders_of_runs_are_no_classes(tmp_path, run):
     """Such as those of a run that starts among the class folders; a class folder may hold such names."""
     for seed, name in enumerate(("cat/0", "cat/1", "dog/0", "dog/1")):
         write_image(tmp_path / f"{name}.png", seed=seed)
@@ -124,7 +119,7 @@ def test_folders_of_runs_are_no_classes(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("beside", ["unlabeled", "background/noise", "pred/x", "extra/{}", "car"])
-def test_train_beside_folders_without_classes_is_a_split(tmp_path: Path, beside: str) -> None:
+def test_train_beside_folders_without_classes_is_a_split(tmp_path, beside):
     folders(tmp_path, ["train"])
     folders(tmp_path, [beside], CLASSES if "{}" in beside else [""], num=30)
     bundle = build(tmp_path)
@@ -132,14 +127,14 @@ def test_train_beside_folders_without_classes_is_a_split(tmp_path: Path, beside:
     assert notes(bundle, f"not read: {beside.split('/')[0]}")
 
 
-def test_train_beside_folders_with_classes_is_a_class(tmp_path: Path) -> None:
+def test_train_beside_folders_with_classes_is_a_class(tmp_path):
     folders(tmp_path, ["train"], ["steam", "diesel"])
     folders(tmp_path, ["car"], ["van", "taxi"])
     assert levels(build(tmp_path))["level1"] == ("car", "train")
 
 
 @pytest.mark.parametrize("layout", ["{}/images", "images/{}", "all/{}/crops"])
-def test_a_level_with_one_name_is_no_level(tmp_path: Path, layout: str) -> None:
+def test_a_level_with_one_name_is_no_level(tmp_path, layout):
     folders(tmp_path, [f"train/{layout}", f"val/{layout}"], num=4)
     assert levels(build(tmp_path)) == levels(build(tmp_path / "train")) == FLAT
     folders(tmp_path / "two", ["train/A", "train/B", "val/A"], ["x", "y"][:1])
@@ -151,7 +146,7 @@ def test_a_level_with_one_name_is_no_level(tmp_path: Path, layout: str) -> None:
         build(tmp_path / "flat")
 
 
-def test_several_folders_of_a_split_are_refused(tmp_path: Path) -> None:
+def test_several_folders_of_a_split_are_refused(tmp_path):
     folders(tmp_path, ["train", "dev", "eval"])
     with pytest.raises(ConfigError, match=r"DATA\.DATASET\.VAL.*dev, eval"):
         build(tmp_path)
@@ -160,7 +155,7 @@ def test_several_folders_of_a_split_are_refused(tmp_path: Path) -> None:
     assert sizes(build(tmp_path)) == [12, 3]
 
 
-def test_a_third_split_is_for_the_end(tmp_path: Path) -> None:
+def test_a_third_split_is_for_the_end(tmp_path):
     """Images in it without a label, as in a competition, are not evaluated."""
     folders(tmp_path / "three", ["train", "val", "test"])
     assert sizes(build(tmp_path / "three")) == [12, 12, 12]
@@ -173,7 +168,7 @@ def test_a_third_split_is_for_the_end(tmp_path: Path) -> None:
         assert any("test" in line for line in build(tmp_path / name).report[1:])
 
 
-def animal(i: int) -> str:
+def animal(i):
     return CLASSES[i % 3]
 
 
@@ -190,9 +185,7 @@ def animal(i: int) -> str:
         ("is_training_image", ("0", "1", "1", "1")),
     ],
 )
-def test_a_column_of_splits_is_no_level(
-    tmp_path: Path, column: str, values: tuple[str, ...]
-) -> None:
+def test_a_column_of_splits_is_no_level(tmp_path, column, values):
     table(tmp_path, f"image,label,{column}", lambda i: f"{animal(i)},{values[i % 4]}")
     bundle = build(tmp_path, "manifest")
     assert levels(bundle) == {"label": CLASSES}
@@ -204,9 +197,7 @@ def test_a_column_of_splits_is_no_level(
     ("column", "values"),
     [("split", "01"), ("data_set", ("a", "b")), ("Phase", ("train", "extra")), ("kfold", "012")],
 )
-def test_a_column_named_like_splits_has_to_say_them(
-    tmp_path: Path, names: list[str] | None, column: str, values: Sequence[str]
-) -> None:
+def test_a_column_named_like_splits_has_to_say_them(tmp_path, names, column, values):
     """Unless it is a label or the group, or another column is that of splits."""
     cells = lambda i: f"{animal(i)},{values[i // 3 % len(values)]}"  # noqa: E731
     table(tmp_path, f"image,label,{column}", cells)
@@ -224,7 +215,7 @@ def test_a_column_named_like_splits_has_to_say_them(
     assert levels(build(tmp_path, "manifest", LEVELS=["label"])) == {"label": CLASSES}
 
 
-def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
+def test_columns_that_are_not_read_are_named(tmp_path):
     table(tmp_path, "image,label,width,note", lambda i: f"{animal(i)},{i},x")
     bundle = build(tmp_path, "manifest", LEVELS=["label"])
     assert [line.rpartition(": ")[2] for line in notes(bundle, "not read")] == ["width, note"]
@@ -233,7 +224,7 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("column", ["patient", "CameraType", "lesion_id", "uuid", "photo_date"])
-def test_groups_and_attributes_are_no_levels(tmp_path: Path, column: str) -> None:
+def test_groups_and_attributes_are_no_levels(tmp_path, column):
     """Whether they nest or not; alone, such a column is the label."""
     row = lambda i: f"{animal(i)},{animal(i)}{i // 12}"  # noqa: E731
     table(tmp_path, f"image,label,{column}", row)
@@ -259,9 +250,7 @@ def test_groups_and_attributes_are_no_levels(tmp_path: Path, column: str) -> Non
         (("\"['a', 'it''s']\"", "\"['a', 'b']\"", "\"['b']\""), ","),
     ],
 )
-def test_several_labels_in_a_cell_are_no_class(
-    tmp_path: Path, cells: tuple[str, ...], separator: str
-) -> None:
+def test_several_labels_in_a_cell_are_no_class(tmp_path, cells, separator):
     table(tmp_path, "image\tlabel", lambda i: cells[i % 3])
     with pytest.raises(ConfigError, match=rf"label: .*LABEL_SEPARATOR '\{separator}'"):
         build(tmp_path, "manifest")
@@ -273,7 +262,7 @@ def test_several_labels_in_a_cell_are_no_class(
     assert len(levels(build(tmp_path, "manifest"))["label"]) == 3
 
 
-def test_the_column_of_splits_can_be_named(tmp_path: Path) -> None:
+def test_the_column_of_splits_can_be_named(tmp_path):
     words = ("val", "train", "test", "train")
     table(tmp_path, "image,label,source", lambda i: f"{animal(i)},{words[i % 4]}")
     assert sizes(build(tmp_path, "manifest", SPLIT_COLUMN="Source")) == [12, 6, 6]
@@ -284,7 +273,7 @@ def test_the_column_of_splits_can_be_named(tmp_path: Path) -> None:
         build(tmp_path, "manifest")
 
 
-def test_splits_in_manifests_of_their_own(tmp_path: Path) -> None:
+def test_splits_in_manifests_of_their_own(tmp_path):
     """A test manifest without labels is not evaluated."""
     for name, num in {"train": 12, "val": 6, "test": 3}.items():
         row = lambda i, name=name: f"{animal(i)},{name}"  # noqa: E731
@@ -306,9 +295,7 @@ def test_splits_in_manifests_of_their_own(tmp_path: Path) -> None:
         ("score", lambda i: f"{i / 7}", "score: 24 numbers"),
     ],
 )
-def test_columns_that_are_no_levels_are_refused(
-    tmp_path: Path, header: str, cells: Callable[[int], str], look: str
-) -> None:
+def test_columns_that_are_no_levels_are_refused(tmp_path, header, cells, look):
     table(tmp_path, f"image,{header}", cells)
     with pytest.raises(ConfigError, match=rf"DATA\.DATASET\.LEVELS.*{look}"):
         build(tmp_path, "manifest")
@@ -316,14 +303,14 @@ def test_columns_that_are_no_levels_are_refused(
         assert levels(build(tmp_path, "manifest", LEVELS=["label"])) == {"label": CLASSES}
 
 
-def test_columns_that_nest_are_levels(tmp_path: Path) -> None:
+def test_columns_that_nest_are_levels(tmp_path):
     table(tmp_path, "image,family,species", lambda i: f"{'AAB'[i % 3]},{animal(i)}")
     assert levels(build(tmp_path, "manifest")) == {"family": ("A", "B"), "species": CLASSES}
     table(tmp_path, "image,label", lambda i: str(i % 3))
     assert levels(build(tmp_path, "manifest")) == {"label": ("0", "1", "2")}
 
 
-def test_words_for_nothing_are_unknown_labels(tmp_path: Path) -> None:
+def test_words_for_nothing_are_unknown_labels(tmp_path):
     words = ("null", "dog", "nan", "None", "", "NA")
     table(tmp_path, "image,label", lambda i: words[i % 6])
     bundle = build(tmp_path, "manifest")
@@ -331,12 +318,12 @@ def test_words_for_nothing_are_unknown_labels(tmp_path: Path) -> None:
     assert any("4 'None'" in line for line in bundle.report)
 
 
-def notes(bundle: DataBundle, text: str) -> list[str]:
+def notes(bundle, text):
     """The lines of the report with a text."""
     return [line for line in bundle.report if text in line]
 
 
-def test_a_class_may_have_the_name_of_an_unknown_label(tmp_path: Path) -> None:
+def test_a_class_may_have_the_name_of_an_unknown_label(tmp_path):
     """With a backslash in front, or in another case."""
     words = ("\\None", "none", "Na", "None", "-", "N/A")
     table(tmp_path, "image,label", lambda i: words[i % 6])
@@ -350,7 +337,7 @@ NAMES = ("none", "None", "NA", "-", "null", "\\None", "\\\\nan", "cat")
 
 
 @pytest.mark.parametrize("kind", ["folders", "flags", "sets"])
-def test_the_split_of_a_run_has_its_classes(tmp_path: Path, kind: str) -> None:
+def test_the_split_of_a_run_has_its_classes(tmp_path, kind):
     if kind == "folders":
         bundle = build(folders(tmp_path / "images", ["{}"], NAMES, num=5))
     else:
@@ -364,11 +351,11 @@ def test_the_split_of_a_run_has_its_classes(tmp_path: Path, kind: str) -> None:
     again = build(tmp_path, "manifest", TRAIN="split.csv", **sets)
     assert levels(again) == levels(bundle) == {"class": tuple(sorted(NAMES))}
     for one, other in ((bundle.train, again.train), (bundle.val, again.val)):
-        assert one.targets.tolist() == other.targets.tolist()  # type: ignore[attr-defined]
+        assert one.targets.tolist() == other.targets.tolist()
     assert not notes(again, "unknown")
 
 
-def test_an_unusable_test_split_is_noted(tmp_path: Path) -> None:
+def test_an_unusable_test_split_is_noted(tmp_path):
     """Where the configuration does not name it."""
     folders(tmp_path / "deep", ["train", "val"])
     folders(tmp_path / "deep", ["test/x"], ["y"])
@@ -393,7 +380,7 @@ def test_an_unusable_test_split_is_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("endings", [[".JPG"], [".JPG", ".jpg", ".png"], [".Jpeg"]])
 @pytest.mark.parametrize("place", ["", "images", "train/more"])
-def test_names_without_an_ending(tmp_path: Path, endings: list[str], place: str) -> None:
+def test_names_without_an_ending(tmp_path, endings, place):
     files = [f"{i}.x{endings[i % len(endings)]}" for i in range(9)]
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
     for file in files:
@@ -409,12 +396,12 @@ def test_names_without_an_ending(tmp_path: Path, endings: list[str], place: str)
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("names", [("image", "label"), ("Image", "Label")])
-def test_dialects_of_csv(tmp_path: Path, separator: str, names: tuple[str, str]) -> None:
+def test_dialects_of_csv(tmp_path, separator, names):
     table(tmp_path, separator.join(names), animal)
     assert levels(build(tmp_path, "manifest")) == {names[1]: CLASSES}
 
 
-def test_columns_of_flags_are_classes(tmp_path: Path) -> None:
+def test_columns_of_flags_are_classes(tmp_path):
     """One in each row is a label, several are a set; a column `label` of 0 and 1 has two classes."""
     one = ("1.0,0.0,0.0", "0.0,1.0,0.0", "0.0,0.0,1.0")
     table(tmp_path, "image,car,train,bus", lambda i: one[i % 3])
@@ -427,7 +414,7 @@ def test_columns_of_flags_are_classes(tmp_path: Path) -> None:
     bundle = build(tmp_path, "manifest")
     assert bundle.taxonomy is not None
     assert bundle.taxonomy.is_multilabel
-    targets = dict(zip(paths(bundle.train), bundle.train.targets.tolist(), strict=True))  # type: ignore[attr-defined]
+    targets = dict(zip(paths(bundle.train), bundle.train.targets.tolist(), strict=True))
     assert {tuple(targets.get(f"img/{i}.jpg", (1, 1, 0))) for i in range(0, 24, 3)} == {(1, 1, 0)}
     table(tmp_path, "image,label", lambda i: str(i % 2))
     assert levels(build(tmp_path, "manifest")) == {"label": ("0", "1")}
@@ -444,7 +431,7 @@ def test_columns_of_flags_are_classes(tmp_path: Path) -> None:
     assert "[" not in str(caught.value)
 
 
-def test_paths_with_backslashes_and_missing_roots_are_named(tmp_path: Path) -> None:
+def test_paths_with_backslashes_and_missing_roots_are_named(tmp_path):
     table(tmp_path, "image,label", animal)
     with pytest.raises(ConfigError, match="nowhere"):
         build(tmp_path / "nowhere", "manifest", TRAIN=str(tmp_path / "train.csv"))
@@ -454,7 +441,7 @@ def test_paths_with_backslashes_and_missing_roots_are_named(tmp_path: Path) -> N
         build(tmp_path, "manifest")
 
 
-def test_parquet_is_a_manifest(tmp_path: Path) -> None:
+def test_parquet_is_a_manifest(tmp_path):
     table(tmp_path, "image,label", animal)
     expected = paths(build(tmp_path, "manifest").train)
     (tmp_path / "train.csv").rename(tmp_path / "old.csv")
@@ -476,7 +463,7 @@ def test_parquet_is_a_manifest(tmp_path: Path) -> None:
             build(tmp_path, "manifest")
 
 
-def test_a_level_that_most_images_lack_is_refused(tmp_path: Path) -> None:
+def test_a_level_that_most_images_lack_is_refused(tmp_path):
     folders(tmp_path, ["{}"], num=9)
     folders(tmp_path, ["cat/new", "dog/old"], [""], num=5)
     with pytest.raises(DataError, match=r"cat/new/0\.jpg, dog/old/0\.jpg;.*ALLOW_COARSE"):
@@ -487,31 +474,31 @@ def test_a_level_that_most_images_lack_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["@eaDir", "__MACOSX", ".thumbnails", "lost+found"])
-def test_folders_that_systems_make_are_not_read(tmp_path: Path, name: str) -> None:
+def test_folders_that_systems_make_are_not_read(tmp_path, name):
     folders(tmp_path, ["train", "val"])
     folders(tmp_path, [name, f"train/{name}", f"train/cat/{name}", f"val/dog/{name}"], [""])
     bundle = build(tmp_path)
     assert (levels(bundle), sizes(bundle)) == (FLAT, [12, 12])
 
 
-def test_spellings_of_an_accented_letter_are_one_class(tmp_path: Path) -> None:
+def test_spellings_of_an_accented_letter_are_one_class(tmp_path):
     folders(tmp_path, ["train"], ["Ho\u0308hle", "cat"])
     folders(tmp_path, ["val"], ["H\u00f6hle", "cat"])
     assert levels(build(tmp_path)) == {"class": ("H\u00f6hle", "cat")}
-    assert build(tmp_path).train.targets.tolist() == [[0]] * 4 + [[1]] * 4  # type: ignore[attr-defined]
+    assert build(tmp_path).train.targets.tolist() == [[0]] * 4 + [[1]] * 4
     names = ("Ho\u0308hle", "H\u00f6hle", "cat")
     table(tmp_path, "image,label", lambda i: names[i % 3])
     assert levels(build(tmp_path, "manifest")) == {"label": ("H\u00f6hle", "cat")}
 
 
-def test_a_class_folder_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+def test_a_class_folder_that_is_not_utf8_is_named(tmp_path):
     folders(tmp_path, ["{}"])
     (tmp_path / "cat").rename(os.fsdecode(os.fsencode(tmp_path) + b"/f\xe9lin"))
     with pytest.raises(DataError, match=r"f\\xe9lin"):
         build(tmp_path)
 
 
-def test_a_run_says_its_levels_splits_and_homonyms(tmp_path: Path) -> None:
+def test_a_run_says_its_levels_splits_and_homonyms(tmp_path):
     folders(tmp_path, ["Canidae"], ["dog", "fox"])
     folders(tmp_path, ["Felidae"], ["cat", "lynx"])
     folders(tmp_path, ["canidae"], ["dog"], num=2)
@@ -521,7 +508,7 @@ def test_a_run_says_its_levels_splits_and_homonyms(tmp_path: Path) -> None:
     assert not any("parents" in line for line in build(tmp_path / "Felidae").report)
 
 
-def test_what_is_not_read_is_counted_once(tmp_path: Path) -> None:
+def test_what_is_not_read_is_counted_once(tmp_path):
     folders(tmp_path, ["train", "val", "extra"])
     for i in range(20):
         (tmp_path / "train/cat" / f"{i}.HEIC").touch()
@@ -542,7 +529,7 @@ def test_what_is_not_read_is_counted_once(tmp_path: Path) -> None:
             build(tmp_path)
 
 
-def test_classes_without_an_intact_training_image_are_named(tmp_path: Path) -> None:
+def test_classes_without_an_intact_training_image_are_named(tmp_path):
     for each in CLASSES:
         for split in ("train", "val"):
             for i in range(2):
@@ -555,9 +542,7 @@ def test_classes_without_an_intact_training_image_are_named(tmp_path: Path) -> N
     assert [line for line in bundle.report if line.endswith(": dog")]
 
 
-def test_check_data_counts_copies(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_data_counts_copies(tmp_path, run, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = tmp_path / "data"
     for number, name in enumerate(("train/cat/0", "train/dog/0", "val/cat/0", "val/dog/0")):
@@ -572,11 +557,11 @@ def test_check_data_counts_copies(
     assert "1 image with several labels" in outcome.out
 
 
-def test_folds_hold_out_each_image_once(tmp_path: Path) -> None:
+def test_folds_hold_out_each_image_once(tmp_path):
     """A class with one image is never held out; a test split stays what it is."""
     folders(tmp_path, ["train", "test"], num=7)
     folders(tmp_path, ["train"], ["rare"], num=1)
-    held: list[str] = []
+    held = []
     for fold in range(5):
         bundle = build(tmp_path, FOLD=fold)
         assert not {*paths(bundle.val)} & {*paths(bundle.train)}
@@ -590,7 +575,7 @@ def test_folds_hold_out_each_image_once(tmp_path: Path) -> None:
         build(tmp_path, FOLD=0)
 
 
-def test_a_column_of_folds_is_used(tmp_path: Path) -> None:
+def test_a_column_of_folds_is_used(tmp_path):
     table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i // 3 % 4}")
     bundle = build(tmp_path, "manifest", FOLD=2)
     assert paths(bundle.val) == [f"img/{i}.jpg" for i in (6, 7, 8, 18, 19, 20)]
@@ -600,9 +585,7 @@ def test_a_column_of_folds_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [None, ["label"]])
-def test_columns_of_folds_and_of_splits_are_told_apart(
-    tmp_path: Path, names: list[str] | None
-) -> None:
+def test_columns_of_folds_and_of_splits_are_told_apart(tmp_path, names):
     words = ("train", "val", "train")
     row = lambda i: f"{animal(i)},{i // 3 % 4},{words[i // 3 % 3]}"  # noqa: E731
     table(tmp_path, "image,label,fold,split", row)
@@ -618,7 +601,7 @@ def test_columns_of_folds_and_of_splits_are_told_apart(
     assert sizes(build(tmp_path, "manifest", FOLD=2)) == [18, 6, 6]
 
 
-def test_words_for_unknown_labels_are_counted_once(tmp_path: Path) -> None:
+def test_words_for_unknown_labels_are_counted_once(tmp_path):
     row = lambda i: f"{('cat', 'dog', 'nan')[i % 3]},{('train', 'val')[i // 3 % 2]}"  # noqa: E731
     table(tmp_path, "image,label,split", row)
     bundle = build(tmp_path, "manifest")
@@ -627,15 +610,15 @@ def test_words_for_unknown_labels_are_counted_once(tmp_path: Path) -> None:
     assert len({*notes(bundle, "label unknown for 4 of 12")}) == 2
 
 
-def test_groups_stay_on_one_side(tmp_path: Path) -> None:
+def test_groups_stay_on_one_side(tmp_path):
     """Whatever the order of the rows; a class in one group alone is trained on."""
 
-    def row(i: int) -> str:
+    def row(i):
         return f"{animal(i // 4)},camera{i // 4}" if i < 44 else "owl,camera11"
 
     table(tmp_path, "image,label,camera", row, num=48)
     group = {f"img/{i}.jpg": row(i).split(",")[1] for i in range(48)}
-    held: list[str] = []
+    held = []
     for fold in range(3):
         bundle = build(tmp_path, "manifest", GROUP_COLUMN="camera", FOLD=fold, NUM_FOLDS=3)
         train, val = (

@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 from operator import call
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +14,10 @@ import torch
 from PIL import Image
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
-from linnaeus.data.bundle import DataBundle, OnMain, never_call
+from linnaeus.data.bundle import never_call
 from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_ranges
 from linnaeus.data.datasets import build_data
-from linnaeus.data.image import DEFAULT_DECODING, Decoding
+from linnaeus.data.image import DEFAULT_DECODING
 from linnaeus.data.image_files import ImageFiles
 from linnaeus.inference.evaluation_data import EvaluationRequest, build_evaluation_data
 from linnaeus.inference.images import Reader
@@ -26,34 +25,33 @@ from linnaeus.inference.trained import load_run
 from linnaeus.models.model_spec import ModelSpec
 from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
-from tests.helpers.runs import Run
 
 
-def build(root: Path, channels: int = 1, on_main: OnMain = call, **keys: Any) -> DataBundle:
+def build(root, channels=1, on_main=call, **keys):
     dataset = DatasetConfig(NAME="imagefolder", ROOT=str(root), CHANNELS=channels)
     keys = {"AUGMENT": AugmentConfig(CROP_SCALE=[1.0, 1.0]), **keys}
     config = DataConfig(DATASET=dataset, IMG_SIZE=16, **keys)
     return build_data(config, seed=0, on_main=on_main)
 
 
-def depth(bundle: DataBundle) -> int | None:
+def depth(bundle):
     return decoding_of(bundle).bit_depth
 
 
-def decoding_of(bundle: DataBundle) -> Decoding:
+def decoding_of(bundle):
     assert bundle.preprocessing is not None
     return bundle.preprocessing.decoding
 
 
-def range_lines(bundle: DataBundle) -> list[str]:
+def range_lines(bundle):
     return [line for line in bundle.report if "are scaled to" in line]
 
 
-def clipped_lines(bundle: DataBundle) -> list[str]:
+def clipped_lines(bundle):
     return [line for line in bundle.report if "are clipped" in line]
 
 
-def grey16(root: Path, peaks: dict[str, int]) -> Path:
+def grey16(root, peaks):
     """16-bit files whose largest values are these."""
     for name, peak in peaks.items():
         path = root / name
@@ -64,7 +62,7 @@ def grey16(root: Path, peaks: dict[str, int]) -> Path:
 
 
 @pytest.mark.parametrize("ending", ["tif", "png"])
-def test_one_file_decides_on_the_significant_bits(tmp_path: Path, ending: str) -> None:
+def test_one_file_decides_on_the_significant_bits(tmp_path, ending):
     names = [f"train/{'ab'[i % 2]}/{i}.{ending}" for i in range(40)]
     vals = {f"val/{name}/0.{ending}": 900 for name in "ab"}
     root = grey16(tmp_path, {**dict.fromkeys(names, 900), names[17]: 4095, **vals})
@@ -73,7 +71,7 @@ def test_one_file_decides_on_the_significant_bits(tmp_path: Path, ending: str) -
     assert depth(bundle) == 12
     [line] = range_lines(bundle)
     assert {"40", "4095"} <= {*re.findall(r"\d+", line)}
-    images: Any = bundle.train
+    images = bundle.train
     position = next(i for i, file in enumerate(images.files) if file.endswith(f"/17.{ending}"))
     assert int(images[position][0].max()) == 255
     assert depth(build(root, BIT_DEPTH=14)) == 14
@@ -83,11 +81,11 @@ def test_one_file_decides_on_the_significant_bits(tmp_path: Path, ending: str) -
     assert "65535" in range_lines(bundle)[0]
 
 
-def bits_in(files: list[str]) -> int | None:
+def bits_in(files):
     return measure_ranges({"train": files}, 1, DEFAULT_DECODING)[0].bit_depth
 
 
-def test_of_many_files_an_even_part_is_measured(tmp_path: Path) -> None:
+def test_of_many_files_an_even_part_is_measured(tmp_path):
     root = grey16(tmp_path, {"12.tif": 4095, "16.tif": 65535})
     twelve, sixteen = (str(root / f"{bits}.tif") for bits in (12, 16))
     for repeats in (1, 2):
@@ -98,7 +96,7 @@ def test_of_many_files_an_even_part_is_measured(tmp_path: Path) -> None:
     assert bits_in([twelve]) is bits_in([]) is None
 
 
-def test_files_of_8_bits_and_damaged_ones_are_not_measured(tmp_path: Path) -> None:
+def test_files_of_8_bits_and_damaged_ones_are_not_measured(tmp_path):
     for i in range(8):
         write_image(tmp_path / "ab"[i % 2] / f"{i}.png")
     (tmp_path / "a" / "bad.png").write_text("no image")
@@ -106,9 +104,7 @@ def test_files_of_8_bits_and_damaged_ones_are_not_measured(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("channels", "bits"), [(1, 12), (5, None)])
-def test_data_is_built_without_reading_files(
-    tmp_path: Path, channels: int, bits: int | None
-) -> None:
+def test_data_is_built_without_reading_files(tmp_path, channels, bits):
     if channels == 1:
         grey16(tmp_path, {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
     else:
@@ -121,16 +117,14 @@ def test_data_is_built_without_reading_files(
     assert (read.decoding.bit_depth, read.mean == unread.mean) == (bits, channels == 1)
 
 
-def test_the_check_reads_values_as_the_run_does(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_reads_values_as_the_run_does(run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = grey16(tmp_path / "images", {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
     words = ("data=imagefolder", "DATA.DATASET.ROOT=images", "DATA.DATASET.CHANNELS=1")
     assert run("check-data", *words, "DATA.DECODE=exact").code == 0
     bundle = build(root, DECODE="exact")
     assert bundle.preprocessing is not None
-    images: Any = bundle.train
+    images = bundle.train
     for decoding, num_known in (
         (bundle.preprocessing.decoding, len(images)),
         (replace(bundle.preprocessing.decoding, bit_depth=16), 0),
@@ -138,7 +132,7 @@ def test_the_check_reads_values_as_the_run_does(
         assert find_damaged(images.files, 1, decoding) == ({}, num_known)
 
 
-def arrays(root: Path, make: Any, split: str = "", number: int = 8) -> Path:
+def arrays(root, make, split="", number=8):
     """Array files of two classes; `make` gives the values of one from a random generator."""
     for i in range(number):
         path = root / split / "ab"[i % 2] / f"{i}.npy"
@@ -147,7 +141,7 @@ def arrays(root: Path, make: Any, split: str = "", number: int = 8) -> Path:
     return root
 
 
-def integers(low: int, high: int, dtype: Any) -> Any:
+def integers(low, high, dtype):
     return lambda generator: generator.integers(low, high, (40, 40)).astype(dtype)
 
 
@@ -164,12 +158,12 @@ def integers(low: int, high: int, dtype: Any) -> Any:
         (integers(0, 4096, np.float16), 4095),
     ],
 )
-def test_one_range_is_measured_for_all_files(tmp_path: Path, make: Any, white: int) -> None:
+def test_one_range_is_measured_for_all_files(tmp_path, make, white):
     root = arrays(tmp_path, make)
     bundle = build(root)
     [line] = range_lines(bundle)
     assert {str(white), "8"} <= {*re.findall(r"\d+", line)}
-    images: Any = bundle.train
+    images = bundle.train
     pixels = torch.stack([images[i][0] for i in range(len(images))])
     assert pixels.float().mean().item() == pytest.approx(
         127.5 * (100_000 / white if white > 2**16 else 1), rel=0.1
@@ -197,9 +191,7 @@ def test_one_range_is_measured_for_all_files(tmp_path: Path, make: Any, white: i
         (lambda generator: generator.random((40, 40)) * 1e38, ("", "e+37")),
     ],
 )
-def test_values_of_no_range_end_training_and_check(
-    run: Run, tmp_path: Path, make: Any, ends: tuple[str, str]
-) -> None:
+def test_values_of_no_range_end_training_and_check(run, tmp_path, make, ends):
     root = arrays(tmp_path / "images", make)
     with pytest.raises(DataError) as caught:
         build(root)
@@ -207,15 +199,15 @@ def test_values_of_no_range_end_training_and_check(
     assert outcome.code == 1
     for message in (str(caught.value), outcome.err):
         assert re.match(rf"{re.escape(str(root))}/[ab]/\d\.npy: ", message)
-        low, high = re.search(r"values, (\S+) to (\S+),", message).groups()  # type: ignore[union-attr]
+        low, high = re.search(r"values, (\S+) to (\S+),", message).groups()
         assert low.startswith(ends[0])
         assert ends[1] in high
         assert "0..255" in message
         assert len(message.splitlines()) == 1
 
 
-def test_some_negative_pixels_and_rounding_are_no_error(tmp_path: Path) -> None:
-    def make(generator: np.random.Generator) -> Any:
+def test_some_negative_pixels_and_rounding_are_no_error(tmp_path):
+    def make(generator):
         values = generator.random((40, 40)) * 1.004
         values[0, 0] = -9999
         values[1] = -0.001
@@ -223,11 +215,11 @@ def test_some_negative_pixels_and_rounding_are_no_error(tmp_path: Path) -> None:
 
     bundle = build(arrays(tmp_path, make))
     assert decoding_of(bundle).float_bits == 1
-    images: Any = bundle.train
+    images = bundle.train
     assert images[0][0].float().mean().item() == pytest.approx(127.5, rel=0.1)
 
 
-def test_a_split_above_the_range_is_noted_and_clipped(tmp_path: Path) -> None:
+def test_a_split_above_the_range_is_noted_and_clipped(tmp_path):
     arrays(tmp_path, integers(0, 4096, np.uint16), "train")
     arrays(tmp_path, integers(0, 4096, np.uint16), "val")
     assert clipped_lines(build(tmp_path)) == []
@@ -237,12 +229,12 @@ def test_a_split_above_the_range_is_noted_and_clipped(tmp_path: Path) -> None:
     [line] = clipped_lines(bundle)
     assert line.startswith("val")
     assert str(tmp_path / "val") in line
-    images: Any = bundle.val
+    images = bundle.val
     assert int(images[0][0].max()) == 255
     assert [line[:5] for line in clipped_lines(build(tmp_path, BIT_DEPTH=10))] == ["train", "val: "]
 
 
-def test_the_bit_depth_sets_the_range_of_integers_alone(tmp_path: Path) -> None:
+def test_the_bit_depth_sets_the_range_of_integers_alone(tmp_path):
     arrays(tmp_path, integers(-100, 256, np.int32))
     bundle = build(tmp_path, BIT_DEPTH=8)
     assert (depth(bundle), range_lines(bundle)) == (8, [])
@@ -253,7 +245,7 @@ def test_the_bit_depth_sets_the_range_of_integers_alone(tmp_path: Path) -> None:
     assert (found.bit_depth, found.float_bits) == (12, 1)
 
 
-def test_integers_and_floats_have_ranges_apart(tmp_path: Path) -> None:
+def test_integers_and_floats_have_ranges_apart(tmp_path):
     arrays(tmp_path, lambda generator: generator.random((40, 40)))
     arrays(tmp_path, integers(0, 4096, np.uint16), number=4)
     bundle = build(tmp_path)
@@ -261,7 +253,7 @@ def test_integers_and_floats_have_ranges_apart(tmp_path: Path) -> None:
     assert len(range_lines(bundle)) == 2
 
 
-def bands(root: Path, number: int = 12, channels: int = 5) -> list[np.ndarray]:
+def bands(root, number=12, channels=5):
     """Array files of two classes, uint8 [channels, 20, 24]; gives the arrays."""
     generator = np.random.default_rng(0)
     scale = np.arange(1, channels + 1)[:, None, None] / channels
@@ -275,11 +267,11 @@ def bands(root: Path, number: int = 12, channels: int = 5) -> list[np.ndarray]:
     return arrays
 
 
-def test_mean_and_deviation_are_those_of_the_training_files(tmp_path: Path) -> None:
+def test_mean_and_deviation_are_those_of_the_training_files(tmp_path):
     bands(tmp_path)
     bundle = build(tmp_path, 5)
     assert bundle.preprocessing is not None
-    images: Any = bundle.train
+    images = bundle.train
     pixels = np.stack([np.load(file) for file in images.files]) / 255
     assert bundle.preprocessing.mean == pytest.approx(pixels.mean((0, 2, 3)), abs=1e-5)
     assert bundle.preprocessing.std == pytest.approx(pixels.std((0, 2, 3)), abs=1e-5)
@@ -298,19 +290,19 @@ def test_mean_and_deviation_are_those_of_the_training_files(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("keys", [{"POLICY": "randaugment"}, {"COLOR_JITTER": 0.2}])
-def test_augmentation_of_colors_needs_colors(tmp_path: Path, keys: Any) -> None:
+def test_augmentation_of_colors_needs_colors(tmp_path, keys):
     bands(tmp_path)
     with pytest.raises(ConfigError, match=rf"DATA\.AUGMENT\.{next(iter(keys))}"):
         build(tmp_path, 5, AUGMENT=AugmentConfig(**keys))
 
 
-def test_a_file_with_other_channels_is_named(tmp_path: Path) -> None:
+def test_a_file_with_other_channels_is_named(tmp_path):
     bands(tmp_path)
     odd = tmp_path / "a" / "odd.npy"
     np.save(odd, np.zeros((4, 20, 24), np.uint8))
     bundle = build(tmp_path, 5)
-    files = [*bundle.train.files, *bundle.val.files]  # type: ignore[attr-defined]
-    items = [(split, i) for split in (bundle.train, bundle.val) for i in range(len(split))]  # type: ignore[arg-type]
+    files = [*bundle.train.files, *bundle.val.files]
+    items = [(split, i) for split in (bundle.train, bundle.val) for i in range(len(split))]
     split, position = items[files.index(str(odd))]
     with pytest.raises(DataError, match=r"DATA\.DATASET\.CHANNELS 5") as caught:
         split[position]
@@ -319,7 +311,7 @@ def test_a_file_with_other_channels_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_five_channels_train_validate_and_predict(run: Run, tmp_path: Path) -> None:
+def test_five_channels_train_validate_and_predict(run, tmp_path):
     bands(tmp_path / "bands")
     outcome = run(
         "train",
@@ -347,7 +339,7 @@ def test_five_channels_train_validate_and_predict(run: Run, tmp_path: Path) -> N
     assert torch.equal(inputs[0], inputs[1])
 
 
-def photo(path: Path, size: tuple[int, int], seed: int = 0) -> Path:
+def photo(path, size, seed=0):
     path.parent.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(seed).integers(
         0, 256, (size[1] // 20, size[0] // 20, 3), np.uint8
@@ -356,12 +348,12 @@ def photo(path: Path, size: tuple[int, int], seed: int = 0) -> Path:
     return path
 
 
-def as_written(spec: ModelSpec) -> ModelSpec:
+def as_written(spec):
     """The spec as a file keeps it."""
     return ModelSpec.from_dict(json.loads(json.dumps(spec.as_dict())), Path("last.pt"))
 
 
-def test_the_range_is_saved_and_older_decodings_load(tmp_path: Path) -> None:
+def test_the_range_is_saved_and_older_decodings_load(tmp_path):
     arrays(tmp_path, integers(0, 4096, np.float32))
     bundle = build(tmp_path)
     content = ModelSpec({}, bundle.index, 1, (16, 16), bundle.preprocessing).as_dict()
@@ -379,12 +371,12 @@ def test_the_range_is_saved_and_older_decodings_load(tmp_path: Path) -> None:
     assert Reader(older)(dark).min() == 1
 
 
-def spec_of(bundle: DataBundle) -> ModelSpec:
+def spec_of(bundle):
     return ModelSpec({}, bundle.index, 3, (16, 16), bundle.preprocessing)
 
 
 @pytest.mark.parametrize("decode", ["fast", "exact"])
-def test_all_commands_read_a_large_photo_alike(tmp_path: Path, decode: str) -> None:
+def test_all_commands_read_a_large_photo_alike(tmp_path, decode):
     for name in ("train/a/0", "train/b/1", "val/a/2", "val/b/3"):
         photo(tmp_path / f"{name}.jpg", (400, 300), seed=ord(name[-1]))
     clear = Image.new("RGBA", (40, 30), (200, 0, 0, 90))
@@ -405,7 +397,7 @@ def test_all_commands_read_a_large_photo_alike(tmp_path: Path, decode: str) -> N
         assert torch.equal(spec.preprocessing.normalise()(pixels), read(file))
 
 
-def test_a_run_that_recorded_no_decoding_reads_as_before(tmp_path: Path) -> None:
+def test_a_run_that_recorded_no_decoding_reads_as_before(tmp_path):
     for name in ("train/a/0", "train/b/1", "val/a/2", "val/b/3"):
         photo(tmp_path / f"{name}.jpg", (400, 300))
     content = spec_of(build(tmp_path, 3)).as_dict()

@@ -1,40 +1,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch, BatchSpec, batch_size
-from linnaeus.data.bundle import DataBundle, collate_pairs
+from linnaeus.data.bundle import collate_pairs
 from linnaeus.data.checked import measure_ranges
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image import Decoding, load_image
 from linnaeus.data.mixing import DeviceTransform, Mixing, mixed_epochs
 from linnaeus.data.sampler import BalancedSampler
-from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
+from linnaeus.data.taxonomy import Level, Taxonomy, index_labels
 from linnaeus.data.transforms import Preprocessing, build_transforms
 from linnaeus.data.user_dataset import UserDataset
 from linnaeus.inference.evaluation_data import (
-    EvaluationData,
     EvaluationRequest,
     build_evaluation_data,
 )
 from tests.helpers import datasets
 from tests.helpers.datasets import write_image
 from tests.helpers.forks import ROOT
-from tests.helpers.messages import Golden, error_and_code_of
+from tests.helpers.messages import error_and_code_of
 
 
-def build(augment: AugmentConfig | None = None, **dataset: Any) -> DataBundle:
+def build(augment=None, **dataset):
     """The data of a node; keys in capitals are those of the built-in datasets."""
     skips = dataset.pop("skip", False)
-    node: Any = dataset if "_target_" in dataset else DatasetConfig(**dataset)
+    node = dataset if "_target_" in dataset else DatasetConfig(**dataset)
     bad = "skip" if skips else "raise"
     config = DataConfig(
         DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE=bad, AUGMENT=augment or AugmentConfig()
@@ -42,7 +38,7 @@ def build(augment: AugmentConfig | None = None, **dataset: Any) -> DataBundle:
     return build_data(config, seed=0)
 
 
-def touch(paths: str) -> None:
+def touch(paths):
     for path in paths.split():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).touch()
@@ -51,7 +47,7 @@ def touch(paths: str) -> None:
 CLASSES = ("A/cat", "A/dog", "Plants/oak", "Plants/elm")
 
 
-def folders(more: str = "", classes: tuple[str, ...] = CLASSES, **dataset: Any) -> DataBundle:
+def folders(more="", classes=CLASSES, **dataset):
     """Class folders of four empty files below `images`, and more files."""
     touch(" ".join(f"images/{name}/{i}.jpg" for name in classes for i in range(4)))
     touch(more)
@@ -59,7 +55,7 @@ def folders(more: str = "", classes: tuple[str, ...] = CLASSES, **dataset: Any) 
 
 
 INAT = ("00000_A_C_M_K_F_Canis_lupus", "00001_A_C_M_K_F_Vulpes_vulpes")
-FOLDERS: dict[str, Callable[[], object]] = {
+FOLDERS = {
     "no root": lambda: folders(ROOT=None),
     "root is not there": lambda: folders(ROOT="nowhere"),
     "root is misspelled": lambda: folders(ROOT="image"),
@@ -105,17 +101,17 @@ FOLDERS: dict[str, Callable[[], object]] = {
 }
 
 
-def array(*shape: int) -> Path:
+def array(*shape):
     np.save("array.npy", np.zeros(shape, np.uint8))
     return Path("array.npy")
 
 
-def numbers(value: float) -> str:
+def numbers(value):
     np.save("numbers.npy", np.full((40, 40), value, np.float32))
     return "numbers.npy"
 
 
-def manifest(text: str | bytes, **dataset: Any) -> DataBundle:
+def manifest(text, **dataset):
     touch("img/0.jpg img/1.jpg")
     for name, content in {"train.csv": text, "val.csv": dataset.pop("val", None)}.items():
         if content is not None:
@@ -124,7 +120,7 @@ def manifest(text: str | bytes, **dataset: Any) -> DataBundle:
 
 
 ROWS = "image,kingdom,species\nimg/0.jpg,Animalia,cat\nimg/1.jpg,Plantae,oak\n"
-MANIFESTS: dict[str, Callable[[], object]] = {
+MANIFESTS = {
     "empty": lambda: manifest("\n\n"),
     "no row": lambda: manifest("image,species\n"),
     "no labels": lambda: manifest("image\nimg/0.jpg\n"),
@@ -159,26 +155,26 @@ MANIFESTS: dict[str, Callable[[], object]] = {
 }
 
 
-def target(name: str, augment: AugmentConfig | None = None, **node: Any) -> DataBundle:
+def target(name, augment=None, **node):
     return build(augment, _target_=name if "." in name else f"{datasets.__name__}.{name}", **node)
 
 
-def targets_of(targets: Any) -> Any:
+def targets_of(targets):
     levels = Taxonomy((Level("class", ("0", "1")),))
     return UserDataset(datasets.Samples("train", targets), "Own", levels, raw=False).targets
 
 
-def sample_of(value: Any) -> DataBundle:
+def sample_of(value):
     return target("Samples", taxonomy={"coarse": 2, "fine": 3}, targets=value)
 
 
-def synthetic(*num_classes: int, **options: Any) -> DataBundle:
+def synthetic(*num_classes, **options):
     return build(NAME="synthetic", NUM_CLASSES=list(num_classes), **options)
 
 
 ALBA = [("Ficus", "alba"), ("Populus", "alba")]
 MIXED = AugmentConfig(CUTMIX=0.5)
-OWN: dict[str, Callable[[], object]] = {
+OWN = {
     "no package": lambda: target("nowhere.to.be.Found"),
     "no attribute": lambda: target("Missing"),
     "no split": lambda: target("Strange"),
@@ -231,9 +227,7 @@ FLAT = index_labels(["species"], [("fox",), ("lion",), ("wolf",)])
 PREPROCESSING = Preprocessing(3, (8, 8), 1.0, (0.5,) * 3, (0.5,) * 3)
 
 
-def evaluation(
-    index: LabelIndex | None, rows: str, *, own: bool = False, **dataset: Any
-) -> EvaluationData:
+def evaluation(index, rows, *, own=False, **dataset):
     """Data of a manifest for the evaluation of a run; rows are parted by blanks."""
     touch("1.png")
     Path("test.csv").write_text(rows.replace(" ", "\n1.png,"))
@@ -247,12 +241,12 @@ def evaluation(
     )
 
 
-def users(index: LabelIndex | None, classes: list[str]) -> EvaluationData:
+def users(index, classes):
     node = {"_target_": f"{datasets.__name__}.Samples", "classes": classes}
     return build_evaluation_data(EvaluationRequest(DataConfig(DATASET=node), index, None, 0, False))
 
 
-EVALUATIONS: dict[str, Callable[[], object]] = {
+EVALUATIONS = {
     "no column with labels": lambda: evaluation(NESTED, "image,order dogs"),
     "no column of a level": lambda: evaluation(NESTED, "image,b dogs", LEVELS=["family", "b"]),
     "no image column": lambda: evaluation(NESTED, "photo,family dogs"),
@@ -284,7 +278,7 @@ MISTAKES = {
 """By a title: what raises an error."""
 
 
-def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages(golden, tmp_path, monkeypatch):
     found = {}
     for number, (title, mistake) in enumerate(MISTAKES.items()):
         (tmp_path / str(number)).mkdir()

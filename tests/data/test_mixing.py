@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torchvision.transforms import v2
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bundle import collate_pairs
 from linnaeus.data.datasets import build_data
-from linnaeus.data.loader import Loaders, build_loaders
+from linnaeus.data.loader import build_loaders
 from linnaeus.data.mixing import (
     DeviceTransform,
     Mixing,
@@ -33,14 +31,14 @@ COUNTS = [2, 3]
 LABELS = torch.tensor([[0, 1], [1, -1], [-1, -1], [1, 2], [0, 0]])
 SOFT = soft_targets(LABELS, COUNTS)
 IMAGES = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-ALPHAS: list[dict[str, Any]] = [{"MIXUP": 0.4}, {"CUTMIX": 1.0}, {"MIXUP": 0.4, "CUTMIX": 1.0}]
+ALPHAS = [{"MIXUP": 0.4}, {"CUTMIX": 1.0}, {"MIXUP": 0.4, "CUTMIX": 1.0}]
 
 
-def transform(**augment: Any) -> DeviceTransform:
+def transform(**augment):
     return DeviceTransform(mixing=Mixing(COUNTS, AugmentConfig(**augment)))
 
 
-def chosen(on_device: DeviceTransform, batch: Batch) -> Batch:
+def chosen(on_device, batch):
     return batch._replace(choices=on_device.choose(batch))
 
 
@@ -48,7 +46,7 @@ def chosen(on_device: DeviceTransform, batch: Batch) -> Batch:
     ("ours", "other"),
     [({"MIXUP": 0.4}, v2.MixUp(alpha=0.4)), ({"CUTMIX": 0.7}, v2.CutMix(alpha=0.7))],
 )
-def test_the_batch_is_that_of_torchvision(ours: dict[str, float], other: Any) -> None:
+def test_the_batch_is_that_of_torchvision(ours, other):
     changed, on_device = [], transform(**ours)
     for seed in range(5):
         seed_all(seed)
@@ -61,7 +59,7 @@ def test_the_batch_is_that_of_torchvision(ours: dict[str, float], other: Any) ->
     assert sum(changed) > 2  # a rectangle may be empty
 
 
-def kinds(**augment: Any) -> Counter[str]:
+def kinds(**augment):
     """What 400 batches of one shape get."""
     on_device, batch = transform(**augment), Batch(IMAGES, LABELS)
     torch.manual_seed(0)
@@ -69,7 +67,7 @@ def kinds(**augment: Any) -> Counter[str]:
     return Counter("cutmix" if "box" in each else "mixup" if each else "none" for each in drawn)
 
 
-def test_probability_and_switch_decide_what_a_batch_gets() -> None:
+def test_probability_and_switch_decide_what_a_batch_gets():
     assert kinds(MIXUP=1.0) == {"mixup": 400}
     assert kinds(CUTMIX=1.0, MIX_SWITCH=0.0) == {"cutmix": 400}
     both = kinds(MIXUP=1.0, CUTMIX=1.0)
@@ -82,7 +80,7 @@ def test_probability_and_switch_decide_what_a_batch_gets() -> None:
     assert kinds(MIXUP=1.0, MIX_PROB=0.0) == {"none": 400}
 
 
-def test_the_rectangle_has_sides_between_the_bounds() -> None:
+def test_the_rectangle_has_sides_between_the_bounds():
     mixing = Mixing(COUNTS, AugmentConfig(CUTMIX=1.0, CUTMIX_MINMAX=[0.25, 0.5]))
     for height, width in ((40, 80), (3, 2)):
         for _ in range(50):
@@ -96,7 +94,7 @@ def test_the_rectangle_has_sides_between_the_bounds() -> None:
 
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
-def test_erasing_depends_on_the_choices_alone(mode: str) -> None:
+def test_erasing_depends_on_the_choices_alone(mode):
     augment = AugmentConfig(ERASING=1.0, ERASING_MODE=mode)
     preprocessing = build_transforms(augment, (16, 16), 3)[1]
     on_device = build_device_transform(augment, None, preprocessing)
@@ -120,9 +118,7 @@ def test_erasing_depends_on_the_choices_alone(mode: str) -> None:
     assert on_device(batch._replace(inputs=given))[0] is given
 
 
-def loaders(
-    workers: int = 0, size: int = 4, epochs: int = 2, sampler: str = "shuffle", **mix: Any
-) -> Loaders:
+def loaders(workers=0, size=4, epochs=2, sampler="shuffle", **mix):
     node = DatasetConfig(NAME="synthetic", NUM_SAMPLES=13, NUM_SAMPLES_VAL=6, NUM_CLASSES=COUNTS)
     augment = AugmentConfig(**({"MIXUP": 0.4, "CUTMIX": 1.0, "ERASING": 0.5} | mix))
     config = DataConfig(DATASET=node, IMG_SIZE=8, AUGMENT=augment, NUM_WORKERS=workers)
@@ -138,18 +134,18 @@ def loaders(
     )
 
 
-def batches(made: Loaders, epoch: int = 0, skip: int = 0) -> list[tuple[Tensor, Tensor]]:
+def batches(made, epoch=0, skip=0):
     """The training batches as the model sees them."""
     made.train.set_epoch(epoch, skip)
-    on_device = made.train._loader.dataset.on_device  # type: ignore[union-attr]
+    on_device = made.train._loader.dataset.on_device
     return [on_device(batch) for batch in made.train]
 
 
-def assert_same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
+def assert_same(one, other):
     assert all(map(torch.equal, one, other))
 
 
-def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_is_resumed() -> None:
+def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_is_resumed():
     with loaders() as made, loaders(workers=2) as parallel:
         whole = batches(made)
         for one, other in zip(whole, batches(parallel), strict=True):
@@ -161,7 +157,7 @@ def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_is_resumed() -> N
     assert any(((targets > 0) & (targets < 1)).any() for _, targets in whole)
 
 
-def test_validation_and_the_last_epochs_are_not_mixed() -> None:
+def test_validation_and_the_last_epochs_are_not_mixed():
     assert mixed_epochs(AugmentConfig(MIXUP=0.1, MIX_OFF_EPOCHS=3), 4) == 1
     assert mixed_epochs(AugmentConfig(MIX_OFF_EPOCHS=3), 3) == 0
     off = {"MIXUP": 0.0, "CUTMIX": 0.0, "ERASING": 0.0}
@@ -174,7 +170,7 @@ def test_validation_and_the_last_epochs_are_not_mixed() -> None:
 
 
 @pytest.mark.parametrize("augment", ALPHAS[:2])
-def test_mixing_holds_one_copy_of_the_images(augment: dict[str, Any]) -> None:
+def test_mixing_holds_one_copy_of_the_images(augment):
     """Whatever is drawn, so that a trial holds what any step holds."""
     images, labels = torch.rand(64, 3, 32, 32), torch.zeros(64, 2, dtype=torch.int64)
     on_device = transform(**augment)
@@ -187,7 +183,7 @@ def test_mixing_holds_one_copy_of_the_images(augment: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("augment", ALPHAS)
-def test_a_spec_makes_batches_that_are_mixed(augment: dict[str, Any]) -> None:
+def test_a_spec_makes_batches_that_are_mixed(augment):
     samples = list(zip(IMAGES, LABELS, strict=True))
     on_device = transform(**augment, MIX_PROB=0.0)
     choose = partial(on_device.choose, always=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from PIL import Image
 from torch.utils.data import Subset, random_split
 
 from linnaeus.config.schema import AugmentConfig, DataConfig
-from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image import Decoding
 from linnaeus.data.taxonomy import Level, Taxonomy
@@ -25,30 +23,28 @@ from tests.helpers.datasets import Samples
 TAXONOMY = Taxonomy((Level("coarse", ("a", "b")), Level("fine", ("p", "q", "r"))), ((0, 0, 1),))
 
 
-TARGET: Any = None
+TARGET = None
 """What a test wants as the target of every sample; values that no configuration file can hold."""
 
 
-def leveled(split: str) -> Samples:
+def leveled(split):
     return Samples(split, taxonomy=TAXONOMY, targets=TARGET)
 
 
-def split_at_random(train: bool) -> Subset[Any]:
+def split_at_random(train):
     assert random.random() + np.random.rand() > 0
     parts = random_split(Samples("all", length=20, num_classes=2), [0.75, 0.25])
     return parts[0] if train else parts[1]
 
 
-def with_collate(split: str, **attributes: Any) -> Samples:
-    def collate(samples: list[Any]) -> Any:
+def with_collate(split, **attributes):
+    def collate(samples):
         return torch.stack([x for x, _ in samples]) + 1, torch.tensor([y for _, y in samples])
 
     return Samples(split, collate_fn=collate, **attributes)
 
 
-def build(
-    name: str, img_size: Any = None, augment: AugmentConfig | None = None, **node: Any
-) -> DataBundle:
+def build(name, img_size=None, augment=None, **node):
     module = datasets.__name__ if hasattr(datasets, name) else __name__
     augment = augment or AugmentConfig(CROP_SCALE=[1.0, 1.0])
     config = DataConfig(
@@ -57,11 +53,11 @@ def build(
     return build_data(config, seed=3)
 
 
-def inner(dataset: Any) -> Any:
+def inner(dataset):
     return dataset.dataset
 
 
-def test_split_is_passed_by_name() -> None:
+def test_split_is_passed_by_name():
     bundle = build("Samples", num_classes=2)
     assert (inner(bundle.train).split, inner(bundle.val).split) == ("train", "val")
     assert bundle.taxonomy == Taxonomy((Level("class", ("0", "1")),))
@@ -72,7 +68,7 @@ def test_split_is_passed_by_name() -> None:
     assert batch.targets.dtype == torch.int64
 
 
-def test_torchvision_style_with_pillow_images() -> None:
+def test_torchvision_style_with_pillow_images():
     bundle = build("TorchvisionStyle", root="x")
     assert (inner(bundle.train).train, inner(bundle.val).train) == (True, False)
     assert (bundle.in_chans, bundle.img_size) == (3, (10, 20))
@@ -84,11 +80,11 @@ def test_torchvision_style_with_pillow_images() -> None:
     assert target.tolist() == [2]
 
 
-def clear(split: str) -> list[Any]:
+def clear(split):
     return [(Image.new("RGBA", (8, 8), (200, 0, 0, alpha)), 0) for alpha in (0, 255) * 4]
 
 
-def test_transparent_pillow_images_show_the_background() -> None:
+def test_transparent_pillow_images_show_the_background():
     node = {"_target_": f"{__name__}.clear"}
     config = DataConfig(DATASET=node, BACKGROUND=[255, 0, 51], DECODE="fast")
     bundle = build_data(config, seed=0)
@@ -98,7 +94,7 @@ def test_transparent_pillow_images_show_the_background() -> None:
     assert bundle.preprocessing.decoding == Decoding((255, 0, 51), fast=False)
 
 
-def test_pillow_images_get_the_size_asked_for_or_one_for_all() -> None:
+def test_pillow_images_get_the_size_asked_for_or_one_for_all():
     bundle = build("TorchvisionStyle", img_size=8, root="x", even=False)
     assert bundle.train[7][0].shape == (3, 8, 8)
     assert build("TorchvisionStyle", root="x", even=False).train[7][0].shape == (3, 224, 224)
@@ -107,16 +103,16 @@ def test_pillow_images_get_the_size_asked_for_or_one_for_all() -> None:
     assert grey.val[0][0].shape == (1, 10, 20)
 
 
-def varied(split: str) -> list[tuple[torch.Tensor, int]]:
+def varied(split):
     return [(torch.zeros(2, 4, width), 0) for width in range(4, 8)]
 
 
-def test_image_tensors_of_different_sizes_have_their_channels_in_common() -> None:
+def test_image_tensors_of_different_sizes_have_their_channels_in_common():
     bundle = build("varied")
     assert (bundle.in_chans, bundle.img_size) == (2, None)
 
 
-def test_training_images_are_augmented_and_validation_images_are_not() -> None:
+def test_training_images_are_augmented_and_validation_images_are_not():
     bundle = build("TorchvisionStyle", root="x", augment=AugmentConfig(HFLIP=0.0, COLOR_JITTER=0.9))
     assert len({float(bundle.train[9][0][0].float().mean()) for _ in range(8)}) > 1
     assert len({float(bundle.val[9][0][0].float().mean()) for _ in range(8)}) == 1
@@ -133,9 +129,7 @@ def test_training_images_are_augmented_and_validation_images_are_not() -> None:
         ({"coarse": 1}, [1, -1]),
     ],
 )
-def test_targets_of_several_levels(
-    monkeypatch: pytest.MonkeyPatch, target: Any, expected: list[int]
-) -> None:
+def test_targets_of_several_levels(monkeypatch, target, expected):
     monkeypatch.setattr(sys.modules[__name__], "TARGET", target)
     bundle = build("leveled")
     assert bundle.taxonomy == TAXONOMY
@@ -143,7 +137,7 @@ def test_targets_of_several_levels(
 
 
 @pytest.mark.parametrize("attributes", [{}, {"taxonomy": None, "classes": ["a", "b"]}])
-def test_without_classes_targets_pass_untouched(attributes: dict[str, Any]) -> None:
+def test_without_classes_targets_pass_untouched(attributes):
     bundle = build("Samples", targets=(0.5, "text"), **attributes)
     assert bundle.taxonomy is None
     batch = bundle.collate([bundle.train[i] for i in range(2)])
@@ -151,20 +145,20 @@ def test_without_classes_targets_pass_untouched(attributes: dict[str, Any]) -> N
     assert list(batch.targets[1]) == ["text", "text"]
 
 
-def test_a_subset_is_looked_through_and_random_splits_agree() -> None:
-    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+def test_a_subset_is_looked_through_and_random_splits_agree():
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     bundle = build("split_at_random")
     assert bundle.taxonomy is not None
     indices = [list(inner(dataset).indices) for dataset in (bundle.train, bundle.val)]
     assert sorted(indices[0] + indices[1]) == list(range(20))
     assert torch.equal(state[0], torch.get_rng_state())
     assert state[1] == random.getstate()
-    assert state[2] == np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    assert state[2] == np.random.get_state()[1].tolist()
     torch.manual_seed(99)  # another process
     assert list(inner(build("split_at_random").val).indices) == indices[1]
 
 
-def test_own_collate_function() -> None:
+def test_own_collate_function():
     bundle = build("with_collate", num_classes=2)
     batch = bundle.collate([bundle.train[i] for i in range(3)])
     assert batch.inputs[:, 0, 0, 0].tolist() == [1.0, 2.0, 3.0]
@@ -172,7 +166,7 @@ def test_own_collate_function() -> None:
     assert (bundle.in_chans, bundle.img_size) == (3, (4, 4))
 
 
-def test_an_error_while_reading_keeps_its_cause() -> None:
+def test_an_error_while_reading_keeps_its_cause():
     bundle = build("Failing", num_classes=2, length=40)
     assert bundle.train[0][1].tolist() == [0]
     with pytest.raises(DataError) as caught:
@@ -184,7 +178,7 @@ def test_an_error_while_reading_keeps_its_cause() -> None:
 class Labelled(Samples):
     """Targets for all samples; reading one is a mistake."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         raise AssertionError("a sample was read")
 
 
@@ -197,8 +191,8 @@ class Labelled(Samples):
         ([{"coarse": 1}, {"coarse": 0, "fine": 2}] * 3, TAXONOMY, [[1, -1], [0, 2]] * 3),
     ],
 )
-def test_targets_of_all_samples(targets: Any, taxonomy: Any, expected: Any) -> None:
-    dataset: Any = Labelled("train", targets=targets)
+def test_targets_of_all_samples(targets, taxonomy, expected):
+    dataset = Labelled("train", targets=targets)
     levels = taxonomy or Taxonomy((Level("class", ("0", "1", "2")),))
     wrapped = UserDataset(dataset, "Own", levels, raw=False)
     assert wrapped.targets is not None
@@ -209,8 +203,8 @@ def test_targets_of_all_samples(targets: Any, taxonomy: Any, expected: Any) -> N
     assert part.targets.tolist() == [expected[4], expected[0]]
 
 
-def test_a_target_transform_is_applied() -> None:
-    dataset: Any = Labelled("train", targets=[5, 6] * 3, target_transform=lambda target: target - 5)
+def test_a_target_transform_is_applied():
+    dataset = Labelled("train", targets=[5, 6] * 3, target_transform=lambda target: target - 5)
     levels = Taxonomy((Level("class", ("0", "1")),))
     found = UserDataset(dataset, "Own", levels, raw=False).targets
     assert found is not None

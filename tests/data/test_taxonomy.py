@@ -11,7 +11,6 @@ from linnaeus.data.taxonomy import (
     UNKNOWN,
     LabelIndex,
     Level,
-    Lineage,
     Taxonomy,
     UnknownClassError,
     index_labels,
@@ -20,7 +19,7 @@ from linnaeus.data.taxonomy import (
 NAMES = st.sampled_from(["a", "b", "c", "unknown"])
 
 
-def test_classes_are_sorted_and_know_their_parents() -> None:
+def test_classes_are_sorted_and_know_their_parents():
     lineages = [
         ("Plantae", "oak"),
         ("Animalia", "unknown"),
@@ -35,7 +34,7 @@ def test_classes_are_sorted_and_know_their_parents() -> None:
     assert taxonomy.parents == ((0, 0, 1, 1),)
 
 
-def test_an_unknown_parent_takes_the_only_class_of_that_name() -> None:
+def test_an_unknown_parent_takes_the_only_class_of_that_name():
     index = index_labels(
         ["genus", "species"], [("Felis", "catus"), ("Canis", "lupus"), (None, "catus")]
     )
@@ -45,14 +44,14 @@ def test_an_unknown_parent_takes_the_only_class_of_that_name() -> None:
 
 
 @pytest.mark.parametrize("lineage", [("Felis", "lupus"), ("Ursus", "catus"), (None, "arctos")])
-def test_a_class_that_training_lacks_is_an_error(lineage: tuple[str | None, str]) -> None:
+def test_a_class_that_training_lacks_is_an_error(lineage):
     index = index_labels(["genus", "species"], [("Felis", "catus"), ("Canis", "lupus")])
     with pytest.raises(UnknownClassError):
         index.encode(lineage)
 
 
 @given(st.lists(st.tuples(NAMES, NAMES, NAMES), min_size=1))
-def test_labels_and_parents_agree(lineages: list[tuple[str, str, str]]) -> None:
+def test_labels_and_parents_agree(lineages):
     index = index_labels(["r1", "r2", "r3"], lineages)
     labels = [index.encode(lineage) for lineage in lineages]
     assert len(set(labels)) == len(set(lineages))
@@ -73,7 +72,7 @@ LINEAGES = [
 ]
 
 
-def test_an_index_comes_back_from_a_file() -> None:
+def test_an_index_comes_back_from_a_file():
     index = index_labels(["kingdom", "genus", "species"], LINEAGES)
     again = LabelIndex.from_dict(json.loads(json.dumps(index.as_dict())))
     assert again == index
@@ -82,7 +81,7 @@ def test_an_index_comes_back_from_a_file() -> None:
     ]
 
 
-def test_files_of_older_versions_with_columns_are_read() -> None:
+def test_files_of_older_versions_with_columns_are_read():
     """These kept the tables of all levels of the source, and the positions of the levels in use."""
     index = index_labels(["kingdom", "genus", "species"], LINEAGES)
     saved = json.loads(json.dumps(index.as_dict()))
@@ -94,7 +93,7 @@ def test_files_of_older_versions_with_columns_are_read() -> None:
     assert selected.encode(("Plantae", "catus")) == (1, species["classes"].index("catus"))
 
 
-def test_a_class_under_several_parents_needs_its_parent() -> None:
+def test_a_class_under_several_parents_needs_its_parent():
     index = index_labels(["genus", "species"], [("Ficus", "alba"), ("Populus", "alba")])
     assert index.encode(("Populus", "alba")) == (1, 1)
     with pytest.raises(UnknownClassError):
@@ -111,19 +110,19 @@ class CountedReads(dict[Any, int]):
 
     num_passes = 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         self.num_passes += 1
         return super().__iter__()
 
-    def items(self) -> Any:
+    def items(self):
         self.num_passes += 1
         return super().items()
 
 
-def test_a_lookup_does_not_scan_all_classes() -> None:
+def test_a_lookup_does_not_scan_all_classes():
     """Names without parents are found in tables that are read once."""
     num = 200
-    lineages: list[Lineage] = [(f"g{i}", f"s{i}") for i in range(num)]
+    lineages = [(f"g{i}", f"s{i}") for i in range(num)]
     index = index_labels(["genus", "species"], [*lineages, *((None, s) for _, s in lineages)])
     tables = tuple(CountedReads(table) for table in index.lookup)
     counted = LabelIndex(index.taxonomy, tables)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import PIL
@@ -22,7 +21,6 @@ from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig, Mod
 from linnaeus.data.bundle import as_size
 from linnaeus.data.transforms import (
     Normalise,
-    Pipeline,
     Preprocessing,
     ResizeCenterCrop,
     ThroughPillow,
@@ -38,23 +36,21 @@ IMAGE = torch.randint(
 OFF = AugmentConfig(CROP_SCALE=[1.0, 1.0])
 
 
-def transform(
-    size: tuple[int, int] = (16, 16), train: bool = True, channels: int = 3, **changes: Any
-) -> Pipeline:
+def transform(size=(16, 16), train=True, channels=3, **changes):
     for_training, for_validation = build_transforms(replace(OFF, **changes), size, channels)
     return for_training if train else for_validation.transform()
 
 
-def inputs_of(preprocessing: Preprocessing, image: torch.Tensor) -> torch.Tensor:
+def inputs_of(preprocessing, image):
     return preprocessing.normalise()(preprocessing.transform()(image))
 
 
-def results(pipeline: Pipeline, image: torch.Tensor = IMAGE, tries: int = 20) -> list[torch.Tensor]:
+def results(pipeline, image=IMAGE, tries=20):
     torch.manual_seed(0)
     return [pipeline(image.clone()) for _ in range(tries)]
 
 
-def num_different(pipeline: Pipeline, image: torch.Tensor = IMAGE) -> int:
+def num_different(pipeline, image=IMAGE):
     return len({tuple(result.flatten().tolist()) for result in results(pipeline, image)})
 
 
@@ -73,9 +69,7 @@ def num_different(pipeline: Pipeline, image: torch.Tensor = IMAGE) -> int:
     ],
 )
 @pytest.mark.parametrize("channels", [1, 3])
-def test_each_augmentation_changes_training_and_not_validation(
-    changes: dict[str, Any], channels: int
-) -> None:
+def test_each_augmentation_changes_training_and_not_validation(changes, channels):
     image = IMAGE[:channels]
     train = transform(channels=channels, **changes)
     assert num_different(train, image) > 1
@@ -85,7 +79,7 @@ def test_each_augmentation_changes_training_and_not_validation(
         assert result.dtype == torch.uint8
 
 
-def test_normalisation_is_that_of_torchvision_bit_for_bit() -> None:
+def test_normalisation_is_that_of_torchvision_bit_for_bit():
     """Of fractions too, which are not divided by 255 once more."""
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     for image in (IMAGE, IMAGE / 255, (IMAGE / 255).half()):
@@ -97,7 +91,7 @@ def test_normalisation_is_that_of_torchvision_bit_for_bit() -> None:
         torch.testing.assert_close(expected, Normalise(mean, std)(IMAGE), rtol=0, atol=3e-3)
 
 
-def test_statistics_of_colours_become_those_of_grey() -> None:
+def test_statistics_of_colours_become_those_of_grey():
     """What Pillow's grey image of a colour has for a mean, by its own weights."""
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     grey = torch.full((1, 40, 60), 128, dtype=torch.uint8)
@@ -111,7 +105,7 @@ def test_statistics_of_colours_become_those_of_grey() -> None:
 
 @pytest.mark.parametrize("kind", [v2.RandAugment, v2.TrivialAugmentWide])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_policies_are_those_of_torchvision_on_pillow_images(kind: Any, channels: int) -> None:
+def test_policies_are_those_of_torchvision_on_pillow_images(kind, channels):
     image = IMAGE[:channels]
     through, other = ThroughPillow(kind()), []
     for seed in range(12):
@@ -126,7 +120,7 @@ def test_policies_are_those_of_torchvision_on_pillow_images(kind: Any, channels:
 
 
 @pytest.mark.parametrize("policy", ["rand-m9-n3", "originalr", "3a"])
-def test_other_policies_are_those_of_timm(policy: str) -> None:
+def test_other_policies_are_those_of_timm(policy):
     ours = transform((40, 60), POLICY=policy)
     timms = create_transform(
         (3, 40, 60),
@@ -152,7 +146,7 @@ def test_other_policies_are_those_of_timm(policy: str) -> None:
     ("policy", "is_known"),
     [("rand-m9-mstd0.5-inc1", True), ("3a", True), ("rand-x", False), ("4a", False)],
 )
-def test_a_policy_that_nobody_knows_is_refused(policy: str, is_known: bool) -> None:
+def test_a_policy_that_nobody_knows_is_refused(policy, is_known):
     words = [f"DATA.AUGMENT.POLICY={policy}"]
     if is_known:
         assert policy == load_config(words).config.DATA.AUGMENT.POLICY
@@ -163,7 +157,7 @@ def test_a_policy_that_nobody_knows_is_refused(policy: str, is_known: bool) -> N
         transform(POLICY="augmix-q3")
 
 
-def test_the_image_that_comes_in_is_not_changed() -> None:
+def test_the_image_that_comes_in_is_not_changed():
     before = IMAGE.clone()
     results(transform((40, 60), HFLIP=0.5, COLOR_JITTER=0.4))
     assert torch.equal(IMAGE, before)
@@ -182,18 +176,18 @@ WEIGHTS = (
 )
 
 
-def photograph(width: int, height: int) -> Image.Image:
+def photograph(width, height):
     """Smooth patches of colour."""
     patches = np.random.default_rng(width).integers(0, 256, (7, 9, 3), dtype=np.uint8)
     return Image.fromarray(patches).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def pixels(shape: tuple[int, int], width: int = 90) -> torch.Tensor:
+def pixels(shape, width=90):
     return functional.pil_to_tensor(photograph(width, 60)).contiguous()[:, : shape[0], : shape[1]]
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_validation_sees_what_timm_shows_the_weights(name: str) -> None:
+def test_validation_sees_what_timm_shows_the_weights(name):
     """The source of the expected pictures is timm's own evaluation transform."""
     cfg = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     timms = create_transform(**cfg, is_training=False)
@@ -217,9 +211,7 @@ def test_validation_sees_what_timm_shows_the_weights(name: str) -> None:
 @pytest.mark.parametrize("mode", ["crop", "squash", "letterbox"])
 @pytest.mark.parametrize("size", [(224, 224), (160, 224)])
 @pytest.mark.parametrize("fraction", [1.0, 0.95])
-def test_each_mode_of_resizing_is_that_of_timm(
-    mode: str, size: tuple[int, int], fraction: float
-) -> None:
+def test_each_mode_of_resizing_is_that_of_timm(mode, size, fraction):
     if mode == "crop" and len(set(size)) > 1 and Version(timm.__version__) < Version("1.0.31"):
         pytest.skip("timm 1.0.31 changed the rounding of crops that are not square")
     timms = create_transform(
@@ -239,7 +231,7 @@ def test_each_mode_of_resizing_is_that_of_timm(
 
 @pytest.mark.skipif(Version(PIL.__version__) < Version("13"), reason="another order of passes")
 @pytest.mark.parametrize("mode", ["crop", "squash", "letterbox"])
-def test_noise_of_any_shape_is_resized_as_by_timm(mode: str) -> None:
+def test_noise_of_any_shape_is_resized_as_by_timm(mode):
     """Noise shows the order of the passes: bicubic values that overshoot are cut off after each."""
     crop_mode = {"crop": "center", "letterbox": "border"}.get(mode, mode)
     timms = create_transform(
@@ -254,7 +246,7 @@ def test_noise_of_any_shape_is_resized_as_by_timm(mode: str) -> None:
         assert float(difference.float().mean()) <= 0.02
 
 
-def whole(image: torch.Tensor, side: int, fraction: float) -> torch.Tensor:
+def whole(image, side, fraction):
     """Resize all of the image, then crop."""
     target = math.floor(side / fraction)
     resized = [int(target * edge / min(image.shape[-2:])) for edge in image.shape[-2:]]
@@ -267,9 +259,7 @@ def whole(image: torch.Tensor, side: int, fraction: float) -> torch.Tensor:
     ("shape", "is_cropped_first"),
     [((60, 80), False), ((48, 60), False), ((60, 9), True), ((7, 90), True)],
 )
-def test_files_with_few_keys_are_resized_and_cropped(
-    shape: tuple[int, int], is_cropped_first: bool, fraction: float
-) -> None:
+def test_files_with_few_keys_are_resized_and_cropped(shape, is_cropped_first, fraction):
     content = {"channels": 3, "size": [32, 32], "crop_fraction": fraction}
     content |= {"mean": [0.5] * 3, "std": [0.5] * 3}
     image = pixels(shape)
@@ -283,18 +273,18 @@ def test_files_with_few_keys_are_resized_and_cropped(
 class Largest(TorchDispatchMode):
     """Number of values of the largest tensor that torch makes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.numel = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         if isinstance(made, torch.Tensor):
             self.numel = max(self.numel, made.numel())
         return made
 
 
-def test_of_a_thin_image_only_what_is_seen_is_resized() -> None:
+def test_of_a_thin_image_only_what_is_seen_is_resized():
     """The image of 1 x 8000 pixels has less than 1 MB, and was 1.2 GB when it was resized as a whole."""
     thin = torch.zeros(3, 1, 8000, dtype=torch.uint8)
     thin[:, :, 4000:] = 200
@@ -310,7 +300,7 @@ def test_of_a_thin_image_only_what_is_seen_is_resized() -> None:
     assert largest.numel > 2 * found.numel()
 
 
-def test_training_crops_with_the_interpolation_of_validation() -> None:
+def test_training_crops_with_the_interpolation_of_validation():
     image = pixels((60, 90))
     for scale in ([0.3, 0.9], [1.0, 1.0]):
         first, second, same = (
@@ -322,9 +312,9 @@ def test_training_crops_with_the_interpolation_of_validation() -> None:
 
 
 @pytest.mark.parametrize("scale", [[0.08, 1.0], [0.3, 0.3]])
-def test_the_size_to_decode_follows_from_the_crop(scale: list[float]) -> None:
+def test_the_size_to_decode_follows_from_the_crop(scale):
     pipeline = transform((48, 32), CROP_SCALE=scale)
-    crop: Any = pipeline[0]
+    crop = pipeline[0]
     sizes = set()
     for seed in range(20):
         torch.manual_seed(seed)
@@ -338,7 +328,7 @@ def test_the_size_to_decode_follows_from_the_crop(scale: list[float]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["crop", "squash", "letterbox"])
-def test_a_centre_crop_needs_twice_its_size(mode: str) -> None:
+def test_a_centre_crop_needs_twice_its_size(mode):
     for fraction, size in ((1.0, (96, 64)), (0.5, (192, 128))):
         pipeline = transform((48, 32), train=False, CROP_FRACTION=fraction, RESIZE=mode)
         assert pipeline.min_size(3000, 4000) == size
