@@ -7,15 +7,19 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
 
 from linnaeus.cli import predict
 from linnaeus.inference.trained import load_run
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
 from tests.helpers.runs import Run, wait_until
-from tests.helpers.trained import save_run, spec_of, write_images
+from tests.helpers.trained import PLAIN, Flat, save_run, spec_of, write_images
 
 
 @pytest.fixture
@@ -209,3 +213,90 @@ def test_a_threshold_backs_off_to_the_finest_certain_level(desk: Path, run: Run)
             sure = [name for name in best if best[name][1] >= float(argv[1])]
             expected = [sure[-1], best[sure[-1]][0]] if sure else ["", ""]
             assert [row["certain_level"], row["certain_class"]] == expected
+
+
+def probabilities(items: Any) -> list[dict[str, float]]:
+    """Of each image: the probability of each species."""
+    return [
+        {each["class"]: each["probability"] for each in item["levels"]["species"]} for item in items
+    ]
+
+
+@pytest.mark.parametrize("flip", [(), ("--tta", "flip")])
+def test_several_runs_give_their_mean_probability(
+    desk: Path, run: Run, flip: tuple[str, ...]
+) -> None:
+    save_run(desk / "runs" / "other", spec_of(size=(48, 48)), seed=7)
+    runs = ("runs/birds", "runs/other/checkpoints/best.pt")
+    argv = ("--top", "5", *flip, "--output", "both.json", *CPU)
+    outcome = run("predict", *runs, *PHOTOS, *argv)
+    assert outcome.code == 0, outcome.err
+    found = probabilities(json.loads((desk / "both.json").read_text()))
+    opened = [load_run(name, device="cpu") for name in runs]
+    for name, each in zip(PHOTOS, found, strict=True):
+        outputs = []
+        for one in opened:
+            image = one.transform(name)[None]
+            with torch.no_grad():
+                views = [image, image.flip(-1)] if flip else [image]
+                outputs += [one.model(view)[1].softmax(1)[0] for view in views]
+        mean = dict(
+            zip(opened[0].classes["species"], torch.stack(outputs).mean(0).tolist(), strict=True)
+        )
+        assert each == pytest.approx(mean, rel=1e-4)
+        assert max(float((each - outputs[0]).abs().max()) for each in outputs[1:]) > 1e-3
+
+
+def test_runs_of_other_classes_are_no_ensemble(desk: Path, run: Run) -> None:
+    save_run(desk / "runs" / "plain", spec_of(taxonomy=PLAIN))
+    outcome = run("predict", "runs/birds", "runs/plain", "photos", *CPU)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert [name for name in ("runs/birds", "runs/plain") if name not in outcome.err] == []
+    outcome = run("predict", "runs/birds", "photos", "runs/plain", *CPU)
+    assert (outcome.code, "runs/plain" in outcome.err) == (2, True)
+
+
+@pytest.mark.parametrize("ending", ["npy", "parquet"])
+@pytest.mark.parametrize("held", [1000, 3, 2])
+def test_features_are_what_the_head_gets(
+    desk: Path, run: Run, monkeypatch: pytest.MonkeyPatch, ending: str, held: int
+) -> None:
+    monkeypatch.setattr(predict.FeatureWriter, "NUM_HELD", held)
+    file = desk / f"birds.{ending}"
+    outcome = run(
+        "predict", "runs/birds", "photos", "--features", str(file), "--output", "a.csv", *CPU
+    )
+    assert outcome.code == 0, outcome.err
+    if ending == "npy":
+        rows = np.load(file)
+        paths = [*csv.reader((desk / "birds.npy.paths.csv").read_text().splitlines())][1:]
+    else:
+        table = pd.read_parquet(file)
+        rows, paths = np.stack(table["features"].tolist()), [[path] for path in table["path"]]
+    assert paths == [[path] for path in PHOTOS]
+    opened = load_run("runs/birds", device="cpu")
+    model: Any = opened.model
+    with torch.no_grad():
+        expected = model.backbone(torch.stack([opened.transform(path) for path in PHOTOS]))
+    assert rows.dtype == np.float32
+    assert np.allclose(rows, expected.numpy(), rtol=1e-4, atol=1e-5)
+    assert not list(desk.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "argv", [("--features", "a.csv"), ("--features", "none/a.npy"), ("--tta", "crop")]
+)
+def test_options_that_cannot_be_used(desk: Path, run: Run, argv: tuple[str, str]) -> None:
+    outcome = run("predict", "runs/birds", "photos", *argv, *CPU)
+    assert (outcome.code, argv[0] in outcome.err) == (2, True)
+
+
+def test_a_model_of_ones_own_has_no_features(desk: Path, run: Run) -> None:
+    node = {"_target_": f"{Flat.__module__}.Flat"}
+    save_run(desk / "runs" / "own", spec_of(node=node, size=(4, 4)))
+    argv = ("photos", "--features", "a.npy", "--trust-code", *CPU)
+    outcome = run("predict", "runs/own", *argv)
+    assert (outcome.code, "--features" in outcome.err) == (2, True)
+    outcome = run("predict", "runs/birds", "runs/birds", *argv)
+    assert (outcome.code, "--features" in outcome.err) == (2, True)
+    assert not list(desk.glob("a.npy*"))

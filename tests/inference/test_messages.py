@@ -17,7 +17,7 @@ from torch import nn
 
 from linnaeus.inference.export.check import largest_difference, samples_of
 from linnaeus.inference.paths import problem_of
-from linnaeus.inference.prediction import predictions_of
+from linnaeus.inference.prediction import log_probabilities_of
 from linnaeus.inference.trained import TrainedRun, load_run
 from tests.helpers.messages import Golden, error_and_code_of
 from tests.helpers.trained import (
@@ -82,7 +82,7 @@ def other_head() -> TrainedRun:
     return run
 
 
-levels = functools.partial(predictions_of, sources=range(2), taxonomy=ONE_LEVEL, top=1)
+levels = functools.partial(log_probabilities_of, taxonomy=ONE_LEVEL, are_logs=False)
 
 
 def difference(factor: float, name: str = "a") -> float | None:

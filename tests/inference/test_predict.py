@@ -104,9 +104,10 @@ def test_every_form_of_an_image(birds: TrainedRun, photos: list[Path], tmp_path:
 def test_a_fault_of_the_program_is_no_unreadable_image(
     birds: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing = birds.predictor(batch_size=2, num_workers=0)
+    failing = predictor.Predictor([birds], batch_size=2, num_workers=0)
     errors = RuntimeError("no size"), TypeError("x"), torch.OutOfMemoryError("x")
-    monkeypatch.setattr(failing.reader, "_transform", Mock(side_effect=errors))
+    (reader,) = failing._readers.values()
+    monkeypatch.setattr(reader, "_transform", Mock(side_effect=errors))
     assert [type(found) for found in failing.run([picture(0)])] == [Unreadable]
     for error in errors[1:]:
         with pytest.raises(type(error)):
@@ -143,7 +144,9 @@ PARTLY_KNOWN = Taxonomy(
 def test_the_path_is_the_best_of_all_paths(taxonomy: Taxonomy) -> None:
     torch.manual_seed(0)
     logits = tuple(2 * torch.randn(40, len(level.classes)) for level in taxonomy.levels)
-    found = predictions_of(logits, range(40), taxonomy, top=1, path=True)
+    found = predictions_of(
+        [level.log_softmax(1) for level in logits], range(40), taxonomy, top=1, path=True
+    )
     probabilities = [level.softmax(1) for level in logits]
     paths = [
         path
