@@ -136,7 +136,7 @@ def read(argv: Sequence[str]) -> tuple[PredictOptions]:
         ConfigError: lists everything that is wrong.
     """
     options, words, problems = PARSER.words(argv)
-    while words and _is_run(words[0]):
+    while words and not problems and _is_run(words[0]):
         options.others.append(Path(words.pop(0)))
     options.images = words
     if options.features is not None and options.others:
@@ -151,8 +151,7 @@ def read(argv: Sequence[str]) -> tuple[PredictOptions]:
     for word in options.images:
         if _is_run(word):
             problems.append(
-                f"IMAGES: {word}: is a run, and runs come first: linnaeus predict {options.run} {word} "
-                "IMAGES"
+                f"IMAGES: {word}: is a run, and RUN comes first: linnaeus predict {word} IMAGES"
             )
         elif problem := problem_of(word):
             problems.append(f"IMAGES: {word}: {problem}")

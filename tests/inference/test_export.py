@@ -62,6 +62,7 @@ def check_description(content: dict[str, Any], outputs: str | None, size: int = 
         "channels": 3,
         "height": size,
         "width": size,
+        "dtype": "float32",
         "mean": [0.5, 0.4, 0.3],
         "std": [0.2, 0.3, 0.25],
         "crop_fraction": 0.9,
@@ -216,7 +217,8 @@ def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
 ) -> None:
     """A negative control: what is written is the model with one weight changed."""
     run = birds if format in ("timm", "safetensors") else flat_run(tmp_path / "run")
-    real = export_module._write
+    name = "_write_program" if format in ("onnx", "torch-export") else "_write"
+    real = getattr(export_module, name)
 
     def write(run: TrainedRun, *arguments: Any) -> Any:
         bias = next(tensor for name, tensor in run.model.named_parameters() if name.endswith(BIAS))
@@ -228,7 +230,7 @@ def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
         finally:
             bias.data = kept
 
-    monkeypatch.setattr(export_module, "_write", write)
+    monkeypatch.setattr(export_module, name, write)
     with pytest.raises(LinnaeusError, match="'species'"):
         run.export(format, tmp_path / "out" / export_module.NAMES[format])
     assert not list((tmp_path / "out").iterdir())
@@ -277,3 +279,47 @@ def test_packages_that_are_missing_are_named(
     monkeypatch.setattr(formats, "_NEEDED", ("onnx", "no_such_package"))
     with pytest.raises(ConfigError, match=r"no_such_package.*linnaeus\[export\]"):
         birds.export("onnx")
+
+
+FILES = [pytest.param("onnx", marks=pytest.mark.e2e), "torch-export"]
+
+
+@pytest.mark.parametrize("format", FILES)
+@pytest.mark.parametrize("half", [False, True])
+def test_pixels_in_and_probabilities_out(tmp_path: Path, format: str, half: bool) -> None:
+    run = run_of(tmp_path / "run")
+    path = run.export(format, preprocessing=True, half=half).path
+    pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    assert run.spec.preprocessing is not None
+    inputs = run.spec.preprocessing.normalise()(pixels)
+    expected = {level: logits.softmax(1) for level, logits in outputs_of(run, inputs).items()}
+    for batch in (pixels, pixels[:1]):
+        found = (
+            onnx_outputs(path, batch)
+            if format == "onnx"
+            else program_outputs(path, batch, "probabilities")
+        )
+        assert list(found) == list(expected)
+        for name, output in found.items():
+            right = expected[name][: len(batch)]
+            assert output.dtype == torch.float32
+            assert torch.allclose(output, right, atol=0.02 if half else 1e-5)
+
+
+@pytest.mark.e2e
+def test_an_onnx_file_names_its_batch_and_operators(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    run = flat_run(tmp_path / "run")
+    sizes = {}
+    for half in (False, True):
+        exported = run.export("onnx", tmp_path / f"{half}.onnx", opset=20, half=half)
+        model = onnx.load(exported.path)
+        assert [each.version for each in model.opset_import if not each.domain] == [20]
+        entries = [*model.graph.input, *model.graph.output]
+        assert {entry.type.tensor_type.shape.dim[0].dim_param for entry in entries} == {"batch"}
+        about = json.loads(
+            next(each.value for each in model.metadata_props if each.key == "linnaeus")
+        )
+        assert (about["input"]["dtype"], about["input"]["mean"]) == ("float32", [0.5, 0.4, 0.3])
+        sizes[half] = sum(tensor.ByteSize() for tensor in model.graph.initializer)
+    assert sizes[True] < 0.7 * sizes[False]

@@ -26,6 +26,8 @@ RELATIVE_TOLERANCE = 1e-3
 """Largest difference of a probability, relative to it."""
 ABSOLUTE_TOLERANCE = 1e-6
 """Difference of a probability that is allowed beside the relative one."""
+HALF_TOLERANCE = 2e-2
+"""With float16: largest difference of a probability, or of a logit relative to the largest."""
 
 Model = Callable[[Tensor], Mapping[str, Tensor]]
 """Inputs [B, C, H, W] to outputs by name."""
@@ -136,7 +138,7 @@ def _noise(run: TrainedRun, shape: tuple[int, ...]) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def largest_difference(
-    model: Model, expected: Model, inputs: Tensor, *, probabilities: bool
+    model: Model, expected: Model, inputs: Tensor, *, probabilities: bool, half: bool = False
 ) -> float:
     """The largest difference between the outputs of two models, on a whole batch and on one image of it.
 
@@ -146,6 +148,7 @@ def largest_difference(
         inputs: [B, C, H, W].
         probabilities: whether outputs are probabilities; others may differ by `RELATIVE_TOLERANCE` times the
             largest of them, or times 1.
+        half: whether the exported model computes in float16; see `HALF_TOLERANCE`.
 
     Raises:
         LinnaeusError: the outputs differ by more than the tolerance, or in name or shape.
@@ -166,7 +169,9 @@ def largest_difference(
                 continue
             scale, difference = float(output.abs().max()), float((found[name] - output).abs().max())
             relative, absolute = RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE
-            if not probabilities:
+            if half:
+                relative, absolute = 0.0, HALF_TOLERANCE * max(1.0, scale)
+            elif not probabilities:
                 relative, absolute = 0.0, RELATIVE_TOLERANCE * max(1.0, scale)
             if not torch.allclose(found[name], output, rtol=relative, atol=absolute):
                 raise LinnaeusError(
