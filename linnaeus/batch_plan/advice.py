@@ -100,9 +100,14 @@ def _batchnorm(train: TrainConfig, facts: Facts, splits: Sequence[Split]) -> str
         return None
     can_synchronise = facts.world_size > 1 and facts.batchnorm == "local"
     sync = "TRAIN.SYNC_BATCHNORM True, " if can_synchronise else ""
-    needed = FEW_FOR_BATCHNORM * facts.min_steps_per_epoch  # else an epoch would have few steps
-    has_room = facts.can_grow and keeps_rest(train) and facts.epoch_samples_per_rank >= needed
-    larger = f", or a larger micro-batch ({facts.batch_size_key})" if has_room else ""
+    larger, least = "", facts.min_steps_per_epoch
+    if facts.can_grow and keeps_rest(train):
+        if facts.epoch_samples_per_rank >= FEW_FOR_BATCHNORM * least:
+            larger = f", or a larger micro-batch ({facts.batch_size_key})"
+        elif least > 1:
+            larger = (
+                f", or allow a larger one with DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH below {least}"
+            )
     return (
         f"BatchNorm sees only {counted(samples, 'sample')} {where}, fewer than {FEW_FOR_BATCHNORM}: its "
         f"statistics are noisy; use {sync}a model with GroupNorm or LayerNorm (MODEL.NAME){larger}"

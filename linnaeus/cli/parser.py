@@ -257,7 +257,7 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
             problems += problems_with(launch.slurm)
         elif launch.slurm:
             problems.append("--slurm: is for --launcher slurm, which is not given")
-        elif launch.dry_run and self.command != "sweep":
+        elif launch.dry_run and self.command not in ("sweep", "[train]"):
             problems.append("--dry-run: shows the script of a job: give --launcher slurm too")
         return options, words, problems
 

@@ -1,0 +1,95 @@
+"""What training would see and do, before it: the contact sheet and the dry run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.helpers.runs import SMALL, Run
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_preview_draws_samples_and_trains_nothing(run: Run, tmp_path: Path) -> None:
+    outcome = run("train", *SMALL, "--preview", "samples.png")
+    assert outcome.code == 0, outcome.err
+    with Image.open(tmp_path / "samples.png") as picture:
+        assert picture.width > 1000 < picture.height
+    assert files(tmp_path) == ["samples.png"]
+
+
+def test_a_preview_shows_the_colours_of_the_images(run: Run, tmp_path: Path) -> None:
+    for name, color in (("owl", "red"), ("tit", "blue")):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for number in range(6):
+            Image.new("RGB", (32, 32), color).save(tmp_path / "data" / name / f"{number}.png")
+    argv = (*SMALL, "DATA.DATASET.NAME=imagefolder", "DATA.DATASET.ROOT=data")
+    outcome = run("train", *argv, "~DATA.DATASET.NUM_CLASSES", "--preview", "samples.png")
+    assert outcome.code == 0, outcome.err
+    with Image.open(tmp_path / "samples.png") as picture:
+        colors = {tuple(each) for each in np.asarray(picture.convert("RGB")).reshape(-1, 3)}
+    assert {(255, 0, 0), (0, 0, 255)} <= {tuple(map(int, each)) for each in colors}
+
+
+@pytest.mark.parametrize("file", ["samples.pdf", "missing/samples.png"])
+def test_a_preview_that_cannot_be_written(run: Run, file: str) -> None:
+    outcome = run("train", *SMALL, "--preview", file)
+    assert (outcome.code, "--preview" in outcome.err) == (2, True)
+
+
+def test_a_preview_is_for_images(run: Run, tmp_path: Path) -> None:
+    points = ("DATA.DATASET._target_=tests.cli.tiny.Points", "EXPERIMENT.DEVICE=cpu")
+    outcome = run("train", *points, "--preview", "samples.png")
+    assert (outcome.code, "--preview" in outcome.err) == (2, True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "autobatch", [(), ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16")]
+)
+def test_a_dry_run_leaves_nothing(run: Run, tmp_path: Path, autobatch: tuple[str, ...]) -> None:
+    outcome = run("train", *SMALL, *autobatch, "--dry-run")
+    assert (outcome.code, files(tmp_path)) == (0, []), outcome.err
+    assert outcome.err.count("dry run") + outcome.out.count("dry run") == 2
+
+
+def test_a_dry_run_leaves_an_earlier_run_as_it_is(run: Run, tmp_path: Path) -> None:
+    assert run("train", *SMALL, "TRAIN.EPOCHS=1").code == 0
+    folder = tmp_path / "runs" / "small"
+    with Image.open(folder / "logs" / "samples.png") as picture:
+        assert picture.width > 1000
+    before = {
+        name: (tmp_path / name).stat().st_mtime_ns
+        for name in files(tmp_path)
+        if (tmp_path / name).is_file()
+    }
+    for more in ((), ("TRAIN.AUTO_RESUME=True",)):
+        outcome = run("train", *SMALL, *more, "--dry-run")
+        assert outcome.code == 0, outcome.err
+    assert {
+        name: (tmp_path / name).stat().st_mtime_ns
+        for name in files(tmp_path)
+        if (tmp_path / name).is_file()
+    } == before
+
+
+@pytest.mark.parametrize(
+    ("mistake", "code"),
+    [
+        ("OPTIMIZER.LR=fast", 2),
+        ("DATA.DATASET.NAME=imagefolder", 2),
+        ("EXPERIMENT.OUTPUT_DIR=/dev/null/x", 2),
+        ("TRAIN.CALLBACKS=[{_target_: tests.cli.tiny.Missing}]", 2),
+    ],
+)
+def test_a_mistake_ends_a_dry_run_as_it_ends_training(
+    run: Run, tmp_path: Path, mistake: str, code: int
+) -> None:
+    wet, dry = run("train", *SMALL, mistake), run("train", *SMALL, mistake, "--dry-run")
+    assert (dry.code, dry.err.splitlines()[-1]) == (code, wet.err.splitlines()[-1])
+    assert not files(tmp_path)
