@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -87,3 +89,15 @@ def test_a_mistake_ends_a_dry_run_as_it_ends_training(
     wet, dry = run("train", *SMALL, mistake), run("train", *SMALL, mistake, "--dry-run")
     assert (dry.code, dry.err.splitlines()[-1]) == (code, wet.err.splitlines()[-1])
     assert not files(tmp_path)
+
+
+def test_a_run_among_the_words_is_resumed_by_the_command_shown(run: Run, tmp_path: Path) -> None:
+    assert run("train", *SMALL, "TRAIN.EPOCHS=1").code == 0
+    (tmp_path / "runs" / "small").rename(tmp_path / "old run")
+    outcome = run("train", "old run")
+    assert outcome.code == 2
+    (line,) = (line for line in outcome.err.splitlines() if "AUTO_RESUME" in line)
+    outcome = run(*shlex.split(line.partition("run: linnaeus ")[2]), "TRAIN.EPOCHS=2")
+    assert outcome.code == 0, outcome.err
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == []
+    assert json.loads((tmp_path / "old run" / "result.json").read_text())["best_epoch"] in (1, 2)
