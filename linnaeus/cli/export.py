@@ -25,7 +25,7 @@ formats:
   timm            a folder for timm.create_model("local-dir:FOLDER", pretrained=True), with one level's head
 
 ONNX and torch.export files take images [B, C, H, W], normalised, with any B, and give probabilities [B,
-classes] for each level, by its name. The check uses --images, else images of the run's dataset, else noise,
+classes] for each level, by its name. The check uses --images, else validation images of the run, else noise,
 and says which. Where the outputs differ, this is an error and nothing is written.
 
 examples:

@@ -62,7 +62,7 @@ class Predictor:
     Raises:
         ConfigError: the runs do not go together, or an option does not suit them.
         DataError: a run has no classes.
-        TypeError, ValueError: an argument that cannot be used.
+        ValueError: an argument that cannot be used.
     """
 
     runs: Sequence[TrainedRun]
@@ -77,11 +77,7 @@ class Predictor:
 
     def __post_init__(self) -> None:
         for name in ("top", "batch_size"):
-            value = getattr(self, name)
-            value = 1 if value is None else value
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be a whole number, not {value!r}")
-            if value < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.tta not in (None, "flip"):
             raise ValueError(f"tta must be 'flip' or None, not {self.tta!r}")

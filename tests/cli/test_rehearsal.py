@@ -1,27 +1,24 @@
 """What training would see and do, before it: the contact sheet and the dry run."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.helpers.runs import SMALL, Run
+from tests.helpers.runs import SMALL
 
 AUTOBATCH = "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16"
 
 
-def files(folder: Path) -> dict[str, int]:
+def files(folder):
     """Each file and folder below, with the time when a file changed."""
     paths = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
     return {name: path.is_file() and path.stat().st_mtime_ns for name, path in paths.items()}
 
 
-def test_a_preview_draws_samples_and_trains_nothing(run: Run, tmp_path: Path) -> None:
+def test_a_preview_draws_samples_and_trains_nothing(run, tmp_path):
     outcome = run("train", *SMALL, "--preview", "samples.png")
     assert outcome.code == 0, outcome.err
     with Image.open(tmp_path / "samples.png") as picture:
@@ -29,7 +26,7 @@ def test_a_preview_draws_samples_and_trains_nothing(run: Run, tmp_path: Path) ->
     assert [*files(tmp_path)] == ["samples.png"]
 
 
-def test_a_preview_shows_the_colours_of_the_images(run: Run, tmp_path: Path) -> None:
+def test_a_preview_shows_the_colours_of_the_images(run, tmp_path):
     for name, color in (("owl", "red"), ("tit", "blue")):
         (tmp_path / "data" / name).mkdir(parents=True)
         for number in range(6):
@@ -43,12 +40,12 @@ def test_a_preview_shows_the_colours_of_the_images(run: Run, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("file", ["samples.pdf", "missing/samples.png"])
-def test_a_preview_that_cannot_be_written(run: Run, file: str) -> None:
+def test_a_preview_that_cannot_be_written(run, file):
     outcome = run("train", *SMALL, "--preview", file)
     assert (outcome.code, "--preview" in outcome.err) == (2, True)
 
 
-def test_a_preview_is_for_images(run: Run, tmp_path: Path) -> None:
+def test_a_preview_is_for_images(run, tmp_path):
     points = ("DATA.DATASET._target_=tests.cli.tiny.Points", "EXPERIMENT.DEVICE=cpu")
     outcome = run("train", *points, "--preview", "samples.png")
     assert (outcome.code, "--preview" in outcome.err) == (2, True)
@@ -56,13 +53,13 @@ def test_a_preview_is_for_images(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("autobatch", [(), AUTOBATCH])
-def test_a_dry_run_leaves_nothing(run: Run, tmp_path: Path, autobatch: tuple[str, ...]) -> None:
+def test_a_dry_run_leaves_nothing(run, tmp_path, autobatch):
     outcome = run("train", *SMALL, *autobatch, "--dry-run")
     assert (outcome.code, files(tmp_path)) == (0, {}), outcome.err
     assert outcome.err.count("dry run") + outcome.out.count("dry run") == 2
 
 
-def test_a_dry_run_leaves_an_earlier_run_as_it_is(run: Run, tmp_path: Path) -> None:
+def test_a_dry_run_leaves_an_earlier_run_as_it_is(run, tmp_path):
     assert run("train", *SMALL, "TRAIN.EPOCHS=1").code == 0
     folder = tmp_path / "runs" / "small"
     with Image.open(folder / "logs" / "samples.png") as picture:
@@ -83,15 +80,13 @@ def test_a_dry_run_leaves_an_earlier_run_as_it_is(run: Run, tmp_path: Path) -> N
         ("TRAIN.CALLBACKS=[{_target_: tests.cli.tiny.Missing}]", 2),
     ],
 )
-def test_a_mistake_ends_a_dry_run_as_it_ends_training(
-    run: Run, tmp_path: Path, mistake: str, code: int
-) -> None:
+def test_a_mistake_ends_a_dry_run_as_it_ends_training(run, tmp_path, mistake, code):
     wet, dry = run("train", *SMALL, mistake), run("train", *SMALL, mistake, "--dry-run")
     assert (dry.code, dry.err.splitlines()[-1]) == (code, wet.err.splitlines()[-1])
     assert not files(tmp_path)
 
 
-def test_a_run_among_the_words_is_resumed_by_the_command_shown(run: Run, tmp_path: Path) -> None:
+def test_a_run_among_the_words_is_resumed_by_the_command_shown(run, tmp_path):
     assert run("train", *SMALL, "TRAIN.EPOCHS=1").code == 0
     (tmp_path / "runs" / "small").rename(tmp_path / "old run")
     outcome = run("train", "old run")

@@ -78,7 +78,7 @@ def export_run(
         outputs: `probabilities` or `logits`, for ONNX and torch.export; in place of logits, a marginal head
             gives log-probabilities.
         level: whose head becomes timm's classifier; None is the finest.
-        images: files, folders and patterns to check the result on; none takes some of the run's dataset.
+        images: files, folders and patterns to check the result on; none takes some of the validation split.
         opset: version of ONNX's operators; None is the exporter's own.
         half: weights and arithmetic in float16, for ONNX and torch.export; inputs and outputs stay as they
             are.
