@@ -252,7 +252,8 @@ def test_a_command_for_slurm_makes_a_script(page: str, line: str, desk: Path, ru
 
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    save_run(tmp_path / "runs" / "birds", spec_of(taxonomy=PLAIN))
+    for seed, name in enumerate(("birds", "birds_2")):
+        save_run(tmp_path / "runs" / name, spec_of(taxonomy=PLAIN), seed=seed)
     (tmp_path / "photos").mkdir()
     turned = Image.Exif()
     turned[0x0112] = 6  # the programs on a page must turn the photo too

@@ -93,16 +93,19 @@ def _accumulation(facts: Facts, splits: Sequence[Split], key: str) -> str | None
 def _batchnorm(train: TrainConfig, facts: Facts, splits: Sequence[Split]) -> str | None:
     if facts.batchnorm == "none":
         return None
-    samples, where = min(split.micro_batch_size for split in splits), "per process"
+    micro_batch = min(split.micro_batch_size for split in splits)
+    samples, where = micro_batch, "per process"
     if facts.batchnorm == "synchronised":
         samples, where = samples * facts.world_size, "of all processes"
     if samples >= FEW_FOR_BATCHNORM:
         return None
     can_synchronise = facts.world_size > 1 and facts.batchnorm == "local"
     sync = "TRAIN.SYNC_BATCHNORM True, " if can_synchronise else ""
-    needed = FEW_FOR_BATCHNORM * facts.min_steps_per_epoch  # else an epoch would have few steps
-    has_room = facts.can_grow and keeps_rest(train) and facts.epoch_samples_per_rank >= needed
-    larger = f", or a larger micro-batch ({facts.batch_size_key})" if has_room else ""
+    larger, least, num_samples = "", facts.min_steps_per_epoch, facts.epoch_samples_per_rank
+    if facts.can_grow and keeps_rest(train) and num_samples >= FEW_FOR_BATCHNORM * least:
+        larger = f", or a larger micro-batch ({facts.batch_size_key})"
+    elif least > 1 and num_samples < (micro_batch + 1) * least:
+        larger = f", or allow larger batches (DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH below {least})"
     return (
         f"BatchNorm sees only {counted(samples, 'sample')} {where}, fewer than {FEW_FOR_BATCHNORM}: its "
         f"statistics are noisy; use {sync}a model with GroupNorm or LayerNorm (MODEL.NAME){larger}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from linnaeus.cli.parser import CommandParser, RunOptions, choice, option
+from linnaeus.cli.parser import CommandParser, RunOptions, choice, option, read_count
 from linnaeus.inference.export import FORMATS, OUTPUTS
 from linnaeus.inference.paths import STDIN, problem_of
 from linnaeus.runtime.errors import ConfigError
@@ -25,11 +25,12 @@ formats:
   timm            a folder for timm.create_model("local-dir:FOLDER", pretrained=True), with one level's head
 
 ONNX and torch.export files take images [B, C, H, W], normalised, with any B, and give probabilities [B,
-classes] for each level, by its name. The check uses --images, else images of the run's dataset, else noise,
+classes] for each level, by its name. The check uses --images, else validation images of the run, else noise,
 and says which. Where the outputs differ, this is an error and nothing is written.
 
 examples:
   linnaeus export runs/birds --format onnx --output birds.onnx
+  linnaeus export runs/birds --format onnx --preprocessing --half --opset 20
   linnaeus export runs/birds --format timm --output birds_timm --level species
   linnaeus export runs/birds --format torch-export --images photos/
 
@@ -58,6 +59,13 @@ class ExportOptions(RunOptions):
         list,
         list,
         takes=lambda _: True,
+    )
+    opset: int | None = option(
+        "version of ONNX's operators; default: the exporter's own", "N", read_count
+    )
+    half: bool = option("ONNX and torch.export: weights and arithmetic in float16")
+    preprocessing: bool = option(
+        "ONNX and torch.export: take uint8 pixels of the model's size, and normalise them in the graph"
     )
     device: str = option("auto, cpu, cuda, cuda:1, ...", "DEVICE", default="cpu")
 
@@ -110,6 +118,9 @@ def run(options: ExportOptions) -> int:
             outputs=options.outputs,
             level=options.level,
             images=options.images,
+            opset=options.opset,
+            half=options.half,
+            preprocessing=options.preprocessing,
         )
     print(f"{exported.path}  {exported.num_bytes / 1e6:.2f} MB")
     verdict = "equal"

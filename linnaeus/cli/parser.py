@@ -19,7 +19,7 @@ from linnaeus.config.keys import KEYS, available, closest, dotted, suggest
 from linnaeus.config.overrides import OPTIONS, expanded, parse_command_line
 from linnaeus.config.schema import Config
 from linnaeus.runtime.errors import ConfigError
-from linnaeus.runtime.files import CHECKPOINTS, suggest_run, temporary_name
+from linnaeus.runtime.files import CHECKPOINTS, CONFIG, suggest_run, temporary_name
 from linnaeus.sweep.slurm import FLAGS, LaunchOptions, problems_with
 
 AUTOBATCH = "DATA.AUTOBATCH"
@@ -257,7 +257,7 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
             problems += problems_with(launch.slurm)
         elif launch.slurm:
             problems.append("--slurm: is for --launcher slurm, which is not given")
-        elif launch.dry_run and self.command != "sweep":
+        elif launch.dry_run and self.command not in ("sweep", "[train]"):
             problems.append("--dry-run: shows the script of a job: give --launcher slurm too")
         return options, words, problems
 
@@ -377,11 +377,7 @@ def read_request(
 
     problems += check(options)
     folders = [word for word in parse_command_line(words).stray if Path(word).is_dir()]
-    for folder in folders:
-        typed = f"linnaeus {parser.command.strip('[]')} data=imagefolder DATA.DATASET.ROOT="
-        problems.append(
-            f"{folder!r} is a directory; to use its images, run: {typed}{shlex.quote(folder)}"
-        )
+    problems += [f"{folder!r} is {_meaning(parser.command, Path(folder))}" for folder in folders]
     try:
         loaded = load_config([word for word in words if word not in folders], references=references)
     except ConfigError as error:
@@ -392,6 +388,19 @@ def read_request(
         return loaded.text()
     check_files({f"--{name}": vars(options).get(name) for name in ("output", "plot")})
     return options, loaded.config
+
+
+def _meaning(command: str, folder: Path) -> str:
+    """What a folder on the command line is, and the command that was meant."""
+    meaning = "a directory; to use its images"
+    words = ["data=imagefolder", f"DATA.DATASET.ROOT={folder}"]
+    if (folder / CONFIG).is_file():
+        meaning, words = "a run; to use its configuration", ["--cfg", str(folder / CONFIG)]
+        if command == "[train]":
+            meaning, path = "a run; to resume it", folder.absolute()
+            words += [f"EXPERIMENT.OUTPUT_DIR={path.parent}", f"EXPERIMENT.NAME={path.name}"]
+            words += ["TRAIN.AUTO_RESUME=True"]
+    return f"{meaning}, run: {shlex.join(['linnaeus', command.strip('[]'), *words])}"
 
 
 def check_files(files: Mapping[str, Path | None]) -> None:

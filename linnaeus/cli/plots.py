@@ -10,7 +10,7 @@ import io
 import statistics
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from linnaeus.runtime.files import GIB, not_written, write_atomically
 from linnaeus.runtime.words import counted
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.axes import Axes
     from torch import Tensor
 
@@ -301,25 +300,3 @@ def _ascending(axes: Axes, values: Tensor, title: str) -> None:
     """A figure of all classes with samples, ascending."""
     axes.set(title=title, xlabel="classes, ascending", ylim=(0, 1.03))
     axes.plot(range(1, len(values) + 1), values.sort().values.tolist(), color=BLUE)
-
-
-def draw_images(
-    images: Iterable[str | np.ndarray], captions: Sequence[str], title: str, path: Path
-) -> None:
-    """Draw a contact sheet of image files or pixels [height, width, channels], six in a row."""
-    from PIL import Image
-
-    num_rows, num_columns = -(-len(captions) // 6), min(len(captions), 6)
-    sizes = {"panel_height": 2.3, "panel_width": 2.0}
-    with drawing(path, title, max(num_rows, 1), max(num_columns, 1), **sizes) as panels:
-        places = [axes for row in panels for axes in row]
-        for axes in places:
-            axes.set_axis_off()
-        for axes, image, caption in zip(places, images, captions, strict=False):
-            pixels: Any = image
-            if isinstance(image, str):
-                with Image.open(image) as file:
-                    pixels = file.convert("RGB")
-                    pixels.thumbnail((224, 224))
-            axes.imshow(pixels, cmap="gray")
-            axes.set_title("\n".join(_short(line, 30) for line in caption.split("\n")), fontsize=6)

@@ -9,11 +9,12 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from linnaeus.cli.parser import (
     CommandParser,
@@ -23,6 +24,7 @@ from linnaeus.cli.parser import (
     option,
     read_count,
     read_number,
+    read_path,
     read_table,
 )
 from linnaeus.data import unread_note
@@ -42,8 +44,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Names the most probable classes of images, for each level, with a trained run. RUN is the folder of a
-run or one of its checkpoints. IMAGES are files, folders (with all below), patterns such as '*.jpg' and
-'photos/**/*.png', and - for a list of paths on standard input, one per line.
+run or one of its checkpoints; several are an ensemble. IMAGES are files, folders (with all below), patterns
+such as '*.jpg' and 'photos/**/*.png', and - for a list of paths on standard input, one per line.
 """
 DETAILS = """\
 Any number of images can be predicted: they are read, predicted and written one after another, in the order in
@@ -54,6 +56,8 @@ examples:
   linnaeus predict runs/birds photos/ --output birds.csv
   linnaeus predict runs/birds a.jpg b.jpg --top 3 --path
   linnaeus predict runs/birds photos/ --threshold 0.9 --output birds.csv
+  linnaeus predict runs/birds runs/birds_2 photos/ --tta flip --output birds.csv
+  linnaeus predict runs/birds photos/ --features birds.npy
   find /data -name '*.jpg' | linnaeus predict runs/birds - --output birds.jsonl --device cuda
 
 exit codes: 0 done, 1 not one image was predicted (no file is written), or anything else, 2 option, 3 not even
@@ -65,14 +69,24 @@ NUM_NAMED = 20
 PIPE_CLOSED = 141
 """The shell's exit code for a program whose reader, such as `head`, has gone."""
 
+FEATURES = ".npy", ".parquet"
+
 logger = logging.getLogger("linnaeus.predict")
+
+
+def _read_features(text: str) -> Path:
+    path = read_path(FEATURES, text)
+    if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
+        raise ValueError("a .parquet file needs pyarrow: pip install pyarrow, or write .npy")
+    return path
 
 
 @dataclass
 class PredictOptions(RunOptions):
-    """What to predict, with what, and where to; `images` are words for `walk`."""
+    """What to predict, with what, and where to; `images` are words for `walk`, `others` further runs."""
 
     images: list[str] = field(default_factory=list)
+    others: list[Path] = field(default_factory=list)
     output: Path | None = option(
         "write .csv, .json or .jsonl by its ending, instead of printing; the file appears when all is done",
         "FILE",
@@ -92,6 +106,15 @@ class PredictOptions(RunOptions):
     )
     path: bool = option(
         "add the most probable path through the taxonomy, on which each class is the parent of the next"
+    )
+    tta: str | None = choice(
+        "average the probabilities of each image and its mirror image", ("flip",)
+    )
+    features: Path | None = option(
+        "write the embeddings before the head, one row per image in order: .npy, with the paths in "
+        "FILE.paths.csv, or .parquet",
+        "FILE",
+        _read_features,
     )
     device: str = option("auto, cpu, cuda, cuda:1, ...", "DEVICE", default="auto")
     batch_size: int | None = option(
@@ -113,7 +136,11 @@ def read(argv: Sequence[str]) -> tuple[PredictOptions]:
         ConfigError: lists everything that is wrong.
     """
     options, words, problems = PARSER.words(argv)
+    while words and not problems and _is_run(words[0]):
+        options.others.append(Path(words.pop(0)))
     options.images = words
+    if options.features is not None and options.others:
+        problems.append("--features: takes one RUN, as each has embeddings of its own")
     if options.split is not None and options.images:
         problems.append(f"--split {options.split}: predicts images of RUN; leave out IMAGES")
     elif options.split is not None and not problems:
@@ -122,7 +149,7 @@ def read(argv: Sequence[str]) -> tuple[PredictOptions]:
     elif not options.images:
         problems.append("IMAGES: name files, folders or patterns after RUN, or - for a list")
     for word in options.images:
-        if (Path(word) / CHECKPOINTS).is_dir():
+        if _is_run(word):
             problems.append(
                 f"IMAGES: {word}: is a run, and RUN comes first: linnaeus predict {word} IMAGES"
             )
@@ -137,8 +164,14 @@ def read(argv: Sequence[str]) -> tuple[PredictOptions]:
         )
     if problems:
         raise ConfigError(problems)
-    check_files({"--output": options.output})
+    check_files({"--output": options.output, "--features": options.features})
     return (options,)
+
+
+def _is_run(word: str) -> bool:
+    path = Path(word)
+    is_file = path.suffix in (".pt", ".safetensors") and path.is_file()
+    return is_file or (path / CHECKPOINTS).is_dir()
 
 
 def _split_images(path: Path, split: str) -> list[str]:
@@ -169,14 +202,18 @@ def run(options: PredictOptions) -> int:
     set_up_logging(None, rank=0, console=console)
     try:
         with StopRequest().listening():
-            trained = load_run(
-                options.run,
-                checkpoint=options.checkpoint or "best",
-                device=options.device,
-                trust_code=options.trust_code,
-            )
-            logger.info("%s", trained.description)
-            return _predict(trained, options, console)
+            runs = []
+            for path in (options.run, *options.others):
+                runs.append(
+                    load_run(
+                        path,
+                        checkpoint=options.checkpoint or "best",
+                        device=options.device,
+                        trust_code=options.trust_code,
+                    )
+                )
+                logger.info("%s", runs[-1].description)
+            return _predict(runs, options, console)
     except BrokenPipeError:
         # Python would complain again when it flushes standard output at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -185,13 +222,17 @@ def run(options: PredictOptions) -> int:
         close_logging()
 
 
-def _predict(trained: TrainedRun, options: PredictOptions, console: Console) -> int:
+def _predict(runs: list[TrainedRun], options: PredictOptions, console: Console) -> int:
+    from linnaeus.inference.predictor import Predictor
     from linnaeus.runtime.console import ProgressBar
 
-    predictor = trained.predictor(
+    predictor = Predictor(
+        runs,
         top=options.top,
         path=options.path,
         threshold=options.threshold,
+        tta=options.tta,
+        features=options.features is not None,
         batch_size=options.batch_size,
         num_workers=options.workers,
     )
@@ -199,15 +240,20 @@ def _predict(trained: TrainedRun, options: PredictOptions, console: Console) -> 
     if STDIN in options.images:  # names of files may be no valid UTF-8
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     with (
-        open_writer(options.output, unreadable) as writer,
+        _listed(options.output or options.features, unreadable),
+        ExitStack() as files,
         # Between printed lines a bar would only get in the way.
         ProgressBar(console if options.output else None) as bar,
         closing(predictor.run(walk(options.images, sys.stdin, unread))) as results,
     ):
+        writers = [files.enter_context(each) for each in _writers(options)]
         bar.start("predicting", None)
+        num_predicted = 0
         for found in results:
             if not isinstance(found, Unreadable):
-                writer.write(found)
+                for writer in writers:
+                    writer.write(found)
+                num_predicted += 1
             else:
                 unreadable.append(found)
                 if len(unreadable) <= NUM_NAMED:
@@ -215,16 +261,37 @@ def _predict(trained: TrainedRun, options: PredictOptions, console: Console) -> 
                         "left out: %s: %s", printable(found.source), printable(found.reason)
                     )
             bar.advance(1)
-    total = f"{counted(writer.number, 'image')} predicted"
+    sys.stdout.flush()
+    total = f"{counted(num_predicted, 'image')} predicted"
     if unreadable:
         total += f", {counted(len(unreadable), 'unreadable one')} left out"
     if unread:
         logger.info("%s", unread_note(unread))
-    is_written = writer.number > 0
-    logger.info(
-        "%s%s", total, f": {options.output.resolve()}" if options.output and is_written else ""
-    )
-    return 0 if is_written else 1
+    written = [path.resolve() for path in (options.output, options.features) if path]
+    if num_predicted and written:
+        total += f": {', '.join(map(str, written))}"
+    logger.info("%s", total)
+    return 0 if num_predicted else 1
+
+
+def _writers(options: PredictOptions) -> Iterator[AbstractContextManager[Writer]]:
+    """The writers of all files, each as a context; of standard output where no table is asked for."""
+    table, features = options.output, options.features
+    yield nullcontext(Writer(sys.stdout, "")) if table is None else _open(table, Writer)
+    if features is not None:
+        yield _open(features, FeatureWriter)
+        if features.suffix.lower() == ".npy":
+            yield _open(features.with_name(f"{features.name}.paths.csv"), PathWriter)
+
+
+@contextmanager
+def _listed(output: Path | None, images: Sequence[Unreadable]) -> Iterator[None]:
+    """Context at whose end unreadable images are listed beside the output."""
+    try:
+        yield
+    finally:
+        if output is not None:
+            _list_unreadable(output, images)
 
 
 def _list_unreadable(output: Path, images: Sequence[Unreadable]) -> None:
@@ -249,27 +316,56 @@ class Writer:
     `ending` is .csv, .json (a list with an object per line) or .jsonl; empty for text for people.
     """
 
-    file: TextIO
+    file: IO[Any]
     ending: str
     number: int = 0
 
     def write(self, prediction: Prediction) -> None:
         """Write one prediction."""
         if self.ending == ".csv":
-            cells = _cells(prediction)
+            cells = self.cells(prediction)
             table = csv.writer(self.file, lineterminator="\n")
             table.writerows([cells.values()] if self.number else [cells, cells.values()])
         elif self.ending:
             content = prediction.as_dict()
-            name = (
-                str(prediction.source).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-            )
-            text = json.dumps({**content, "path": name}, ensure_ascii=False)
+            content["path"] = _text_of(prediction.source)
+            text = json.dumps(content, ensure_ascii=False)
             begin = ",\n" if self.number else "[\n"
             self.file.write(f"{begin}{text}" if self.ending == ".json" else f"{text}\n")
         else:
             self.file.write(_text(prediction))
         self.number += 1
+
+    def cells(self, prediction: Prediction) -> dict[str, str]:
+        """The row of a CSV file, by column; the best class of a level is number 1.
+
+        Several labels stand in one cell, as in a manifest, and their probabilities in another one.
+        """
+        cells = {"path": str(prediction.source)}
+        if prediction.separator:
+            for level, classes in prediction.levels.items():
+                cells[level] = (
+                    prediction.separator.join(name for name, _ in classes) or prediction.separator
+                )
+                cells[f"{level}_probability"] = prediction.separator.join(
+                    f"{p:.6g}" for _, p in classes
+                )
+            return cells
+        for level, classes in prediction.levels.items():
+            for number, (name, probability) in enumerate(classes, start=1):
+                cells |= {
+                    f"{level}_{number}": name,
+                    f"{level}_{number}_probability": f"{probability:.6g}",
+                }
+        if (path := prediction.path) is not None:
+            cells |= {f"consistent_{level}": name for level, name in path.classes.items()}
+            cells["consistent_probability"] = f"{path.probability:.6g}"
+            cells["consistent_differs"] = str(path.differs).lower()
+        if prediction.certain is not None:
+            level, name, probability = prediction.certain
+            cells |= {"certain_level": level, "certain_class": name}
+            cells["certain_probability"] = f"{probability:.6g}" if level else ""
+        return cells
 
     def end(self) -> None:
         """Finish the file, however many predictions there are."""
@@ -278,36 +374,72 @@ class Writer:
         self.file.flush()
 
 
-def _cells(prediction: Prediction) -> dict[str, str]:
-    """The row of a CSV file, by column; the best class of a level is number 1.
+class PathWriter(Writer):
+    """Writes the paths of predictions as a CSV file."""
 
-    Several labels stand in one cell, as in a manifest, and their probabilities in another one.
-    """
-    cells = {"path": str(prediction.source)}
-    if prediction.separator:
-        for level, classes in prediction.levels.items():
-            cells[level] = (
-                prediction.separator.join(name for name, _ in classes) or prediction.separator
-            )
-            cells[f"{level}_probability"] = prediction.separator.join(
-                f"{p:.6g}" for _, p in classes
-            )
-        return cells
-    for level, classes in prediction.levels.items():
-        for number, (name, probability) in enumerate(classes, start=1):
-            cells |= {
-                f"{level}_{number}": name,
-                f"{level}_{number}_probability": f"{probability:.6g}",
-            }
-    if (path := prediction.path) is not None:
-        cells |= {f"consistent_{level}": name for level, name in path.classes.items()}
-        cells["consistent_probability"] = f"{path.probability:.6g}"
-        cells["consistent_differs"] = str(path.differs).lower()
-    if prediction.certain is not None:
-        level, name, probability = prediction.certain
-        cells |= {"certain_level": level, "certain_class": name}
-        cells["certain_probability"] = f"{probability:.6g}" if level else ""
-    return cells
+    def cells(self, prediction: Prediction) -> dict[str, str]:
+        """The path alone."""
+        return {"path": str(prediction.source)}
+
+
+@dataclass
+class FeatureWriter(Writer):
+    """Writes the embeddings of predictions to an open binary file, a thousand at a time."""
+
+    NUM_HELD: ClassVar = 1000
+    _held: list[Prediction] = field(default_factory=list)
+    _width: int = 0
+    _parquet: Any = None
+
+    def write(self, prediction: Prediction) -> None:
+        """Write one embedding."""
+        self._held.append(prediction)
+        self.number += 1
+        if len(self._held) == self.NUM_HELD:
+            self._flush()
+
+    def _flush(self) -> None:
+        import numpy as np
+
+        rows = np.stack([np.asarray(each.features) for each in self._held])
+        if self.ending == ".npy":
+            if not self._width:
+                self._width = rows.shape[1]
+                self._write_header()
+            self.file.write(rows.tobytes())
+        else:
+            import pyarrow  # type: ignore[import-untyped]
+            from pyarrow.parquet import ParquetWriter  # type: ignore[import-untyped]
+
+            lists = pyarrow.FixedSizeListArray.from_arrays(rows.ravel(), rows.shape[1])
+            paths = [_text_of(each.source) for each in self._held]
+            table = pyarrow.table({"path": paths, "features": lists})
+            self._parquet = self._parquet or ParquetWriter(self.file, table.schema)
+            self._parquet.write_table(table)
+        self._held = []
+
+    def _write_header(self) -> None:
+        """Write the header of a .npy file, in which NumPy leaves room for any number of rows."""
+        from numpy.lib.format import write_array_header_1_0
+
+        shape = self.number, self._width
+        content = {"descr": "<f4", "fortran_order": False, "shape": shape}
+        write_array_header_1_0(self.file, content)
+
+    def end(self) -> None:
+        """Write what is held, and the number of rows."""
+        if self._held:
+            self._flush()
+        if self._parquet is not None:
+            self._parquet.close()
+        elif self._width:
+            self.file.seek(0)
+            self._write_header()
+
+
+def _text_of(source: str | int) -> str:
+    """A path as valid UTF-8."""
+    return str(source).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _text(prediction: Prediction) -> str:
@@ -330,26 +462,23 @@ def _text(prediction: Prediction) -> str:
 
 
 @contextmanager
-def open_writer(output: Path | None, unreadable: Sequence[Unreadable]) -> Iterator[Writer]:
-    """A writer to a file, or to standard output where `output` is None.
+def _open(output: Path, kind: type[Writer]) -> Iterator[Writer]:
+    """A writer to a file.
 
-    A file is written as FILE.partial, which becomes FILE at the end if it has a prediction. Where the context
-    ends with an exception, FILE.partial keeps the predictions so far. What was unreadable by then is listed
-    in FILE.skipped.csv.
+    It is written as FILE.partial, which becomes FILE at the end if it has a prediction. Where the context
+    ends with an exception, FILE.partial keeps the predictions so far.
 
     Raises:
         LinnaeusError: the file cannot be written.
     """
     writer: Writer | None = None
-    if output is None:
-        writer = Writer(sys.stdout, "")
-        yield writer
-        writer.end()
-        return
     partial = output.with_name(f"{output.name}.partial")
+    mode: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
+    if issubclass(kind, FeatureWriter):
+        mode = {"mode": "wb"}
     try:
-        with partial.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            writer = Writer(file, output.suffix.lower())
+        with partial.open(**{"mode": "w"} | mode) as file:
+            writer = kind(file, output.suffix.lower())
             try:
                 yield writer
             finally:
@@ -359,7 +488,6 @@ def open_writer(output: Path | None, unreadable: Sequence[Unreadable]) -> Iterat
     except OSError as error:
         raise not_written(output, error) from error
     finally:
-        _list_unreadable(output, unreadable)
         if writer is not None and not writer.number:
             partial.unlink(missing_ok=True)
         elif writer is not None and partial.exists():
@@ -378,7 +506,7 @@ def printable(text: str) -> str:
 PARSER = CommandParser(
     "predict",
     PredictOptions,
-    words="RUN IMAGES... [options]",
+    words="RUN... IMAGES... [options]",
     description=DESCRIPTION,
     details=DETAILS,
 )

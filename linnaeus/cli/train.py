@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from linnaeus.cli.main import COMMANDS
-from linnaeus.cli.parser import CommandParser, Options, check_files, option, read_plot, read_request
+from linnaeus.cli.parser import CommandParser, Options, check_files, option, read_path, read_request
 from linnaeus.config.keys import NODES, available
 from linnaeus.config.schema import Config
-from linnaeus.runtime.errors import ConfigError
-
-NUM_PREVIEWED = 36
-"""Samples on the contact sheet."""
 
 
 def _table(rows: Mapping[str, str]) -> str:
@@ -49,6 +45,7 @@ examples:
   linnaeus train --cfg my_exp.yaml TRAIN.EPOCHS=5 TRAIN.AMP bf16
   linnaeus train model=resnet50 data=imagefolder DATA.DATASET.ROOT /data/birds
   linnaeus train --cfg my_exp.yaml --print-config
+  linnaeus train --cfg my_exp.yaml --dry-run
   linnaeus train --cfg my_exp.yaml --preview samples.png
   torchrun --nproc_per_node=4 -m linnaeus.main train --cfg my_exp.yaml
   linnaeus train --cfg my_exp.yaml --launcher slurm --slurm gpus-per-node=4 time=4:00:00
@@ -85,7 +82,7 @@ def run(options: TrainOptions, config: Config) -> int:
     from linnaeus.runtime.distributed import RankEnded
 
     try:
-        stop_signal = train(config).stop_signal
+        stop_signal = train(config, rehearse=options.launch.dry_run).stop_signal
     except RankEnded as ended:
         ended.leave()
     return 128 + stop_signal if stop_signal else 0
@@ -95,30 +92,14 @@ def draw_preview(config: Config, path: Path) -> None:
     """Draw augmented training samples with their labels, as training begins with them.
 
     Raises:
-        ConfigError: the samples are no images with labels.
+        ConfigError: the samples are no images with classes.
     """
-    import torch
-
-    from linnaeus.cli.plots import draw_images
+    from linnaeus.data.contact_sheet import draw_samples
     from linnaeus.data.datasets import build_data
     from linnaeus.models.preprocessing import with_preprocessing
-    from linnaeus.runtime.rng import seed_all
 
     node, _ = with_preprocessing(config.DATA, config.MODEL)
-    data = build_data(node, seed=config.EXPERIMENT.SEED)
-    seed_all(config.EXPERIMENT.SEED)
-    look, taxonomy = data.preprocessing, data.taxonomy
-    if look is None or taxonomy is None or taxonomy.is_multilabel:
-        raise ConfigError("--preview: is for images with one label per level; leave it out")
-    mean, std = (torch.tensor(values)[:, None, None] for values in (look.mean, look.std))
-    dataset: Any = data.train
-    images, captions = [], []
-    for position in torch.randperm(len(dataset))[:NUM_PREVIEWED].tolist():
-        pixels, labels = dataset[position]
-        images.append((pixels * std + mean).clamp(0, 1).permute(1, 2, 0).numpy())
-        names = zip(taxonomy.levels, labels.tolist(), strict=True)
-        captions.append("\n".join(level.classes[n] if n >= 0 else "unknown" for level, n in names))
-    draw_images(images, captions, f"augmented training samples of {data.source}", path)
+    draw_samples(build_data(node, seed=config.EXPERIMENT.SEED), path, config.EXPERIMENT.SEED)
     print(f"picture: {path.resolve()}")
 
 
@@ -128,9 +109,14 @@ class TrainOptions(Options):
 
     multirun: bool = option("the command sweep: -m KEY=a,b is sweep KEY=a,b", short="-m")
     preview: Path | None = option(
-        "draw 36 augmented training samples with their labels as .png or .svg, and train nothing",
+        "draw 36 augmented training samples with their labels as .png, and train nothing",
         "FILE",
-        read_plot,
+        partial(read_path, (".png",)),
+    )
+    dry_run: bool = option(
+        "take one training step and validate one batch, as training would, and leave no file; with "
+        "--launcher slurm: print the script of the job",
+        launches=True,
     )
     version: bool = option("print the version of Linnaeus and exit")
 

@@ -199,6 +199,11 @@ class Preprocessing:
         """Turns what `transform` gives into inputs of the model, one image or a batch."""
         return Normalise(self.mean, self.std)
 
+    def pixels(self, inputs: Tensor) -> Tensor:
+        """Turn inputs of the model [..., C, height, width] back into pixels, uint8."""
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        return (255 * (inputs * std + mean)).round().clamp(0, 255).to(torch.uint8)
+
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Preprocessing:
         """From plain values by attribute, as they stand in a file."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Prediction:
         separator: of the names in a table where images have several labels; None is one label each.
         certain: the finest level whose best class reaches the threshold, that class and its probability;
             empty names where no level does. None without a threshold.
+        features: the embedding [F] before the head, float32 on the CPU; None where it was not asked for.
     """
 
     source: str | int
@@ -54,6 +55,7 @@ class Prediction:
     path: ConsistentPath | None = None
     separator: str | None = None
     certain: tuple[str, str, float] | None = None
+    features: Tensor | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         shown = {
@@ -92,35 +94,19 @@ def percent(probability: float) -> str:
     return f"{probability:.1%}".replace("%", " %") if probability >= 0.001 else "<0.1 %"
 
 
-def predictions_of(
-    outputs: Any,
-    sources: Sequence[str | int],
-    taxonomy: Taxonomy,
-    *,
-    top: int | None,
-    path: bool = False,
-    threshold: float | None = None,
-    are_logs: bool = False,
-) -> list[Prediction]:
-    """The predictions of a batch. Level by level and a path at a time, it takes memory for [B, classes].
+def log_probabilities_of(outputs: Any, taxonomy: Taxonomy, *, are_logs: bool) -> list[Tensor]:
+    """Return the log-probabilities [B, classes] of each level, coarse to fine.
 
     Args:
         outputs: of the model, in any supported form.
-        sources: where each image came from.
-        taxonomy: levels, classes and parents.
-        top: number of classes of each level; a level with fewer gives all, None all of several labels.
-        path: whether to look for the most probable consistent path.
-        threshold: the least probability of the finest class that is certain; where images have several
-            labels, of each label, and None is 0.5.
+        taxonomy: levels and classes.
         are_logs: see `linnaeus.training.losses.log_probabilities`.
 
     Raises:
         ConfigError: the outputs have another form.
         LinnaeusError: they are not finite, or not one for each class.
     """
-    logs: list[Tensor] = []
-    is_multilabel = taxonomy.is_multilabel
-    best: list[list[list[tuple[str, float]]]] = []  # by level and image
+    found: list[Tensor] = []
     for level, logits in zip(
         taxonomy.levels, logits_per_level(outputs, taxonomy.names), strict=True
     ):
@@ -129,10 +115,38 @@ def predictions_of(
                 f"the model gives outputs {list(logits.shape)} for the {len(level.classes)} classes of level "
                 f"{level.name!r}; [B, {len(level.classes)}] is needed"
             )
-        log = log_probabilities(logits, are_logs=are_logs, is_multilabel=is_multilabel)
+        log = log_probabilities(logits, are_logs=are_logs, is_multilabel=taxonomy.is_multilabel)
         if bool(log.isnan().any()):
             raise not_finite(level.name)
-        logs.append(log)
+        found.append(log)
+    return found
+
+
+def predictions_of(
+    logs: Sequence[Tensor],
+    sources: Sequence[str | int],
+    taxonomy: Taxonomy,
+    *,
+    top: int | None,
+    path: bool = False,
+    threshold: float | None = None,
+    are_logs: bool = False,
+) -> list[Prediction]:
+    """Return the predictions of a batch.
+
+    Args:
+        logs: log-probabilities [B, classes] of each level.
+        sources: where each image came from.
+        taxonomy: levels, classes and parents.
+        top: number of classes of each level; a level with fewer gives all, None all of several labels.
+        path: whether to look for the most probable consistent path.
+        threshold: the least probability of the finest class that is certain; where images have several
+            labels, of each label, and None is 0.5.
+        are_logs: whether the probabilities of levels are of nested events, as with a marginal head.
+    """
+    is_multilabel = taxonomy.is_multilabel
+    best: list[list[list[tuple[str, float]]]] = []  # by level and image
+    for level, log in zip(taxonomy.levels, logs, strict=True):
         found = log.topk(min(top or log.shape[1], log.shape[1]), dim=1)
         rows = zip(found.indices.tolist(), found.values.exp().tolist(), strict=True)
         least = (0.5 if threshold is None else threshold) if is_multilabel else 0.0

@@ -18,7 +18,6 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from linnaeus.data.loader import num_cores
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.inference.images import ImageLike, Reader
 from linnaeus.inference.paths import Unreadable
@@ -120,45 +119,25 @@ class TrainedRun:
                 known["CHANNELS_LAST"] = bool(config["TRAIN"]["CHANNELS_LAST"])
         return {name: known[name] for name in ("AMP", "CHANNELS_LAST")}
 
-    def predict(
-        self,
-        images: ImageLike | Iterable[ImageLike],
-        *,
-        top: int | None = None,
-        path: bool = False,
-        threshold: float | None = None,
-        batch_size: int | None = None,
-    ) -> list[Prediction]:
-        """The most probable classes of each image.
+    def predict(self, images: ImageLike | Iterable[ImageLike], **options: Any) -> list[Prediction]:
+        """Return the most probable classes of each image.
 
         Args:
             images: one image, or several: paths, Pillow images, arrays [H, W] or [H, W, C] of uint8, tensors
                 [C, H, W] of uint8 or of fractions in [0, 1]; or an array or tensor of several.
-            top: number of classes of each level; None is 5, or all where images have several labels.
-            path: also look for the most probable path through the taxonomy.
-            threshold: the least probability of the finest class that is certain; where images have several
-                labels, of each label, and None is 0.5.
-            batch_size: images in a batch; None finds the largest that fits, where there are many images.
+            options: `top`, `path`, `threshold`, `tta`, `features` and `batch_size` of `Predictor`.
 
         Raises:
             DataError: an image cannot be read, or the run has no classes.
             TypeError, ValueError: an argument that cannot be used.
             AutoBatchError, OutOfMemoryError: not even one image fits.
         """
-        return list(
-            self.stream(images, top=top, path=path, threshold=threshold, batch_size=batch_size)
-        )
+        return list(self.stream(images, **options))
 
     def stream(
-        self,
-        images: ImageLike | Iterable[ImageLike],
-        *,
-        top: int | None = None,
-        path: bool = False,
-        threshold: float | None = None,
-        batch_size: int | None = None,
+        self, images: ImageLike | Iterable[ImageLike], **options: Any
     ) -> Iterator[Prediction]:
-        """What `predict` returns, one by one; of the images about two batches are held at a time."""
+        """Yield what `predict` returns; of the images about two batches are held at a time."""
         is_batch = isinstance(images, np.ndarray | Tensor) and images.ndim > 3
         if (
             isinstance(images, str | os.PathLike | Image.Image | np.ndarray | Tensor)
@@ -169,12 +148,9 @@ class TrainedRun:
             raise TypeError(
                 f"images must be an image or an iterable of images, not {images!r:.100}"
             )
-        predictor = self.predictor(
-            top=top,
-            path=path,
-            threshold=threshold,
-            batch_size=self._batch_size_found if batch_size is None else batch_size,
-        )
+        if options.get("batch_size") is None:
+            options["batch_size"] = self._batch_size_found
+        predictor = Predictor([self], **options)
         for found in predictor.run(images):
             if isinstance(found, Unreadable):
                 raise DataError(f"{found.source} cannot be predicted: {found.reason}")
@@ -182,61 +158,11 @@ class TrainedRun:
         if predictor.has_searched:
             self._batch_size_found = predictor.batch_size
 
-    def export(
-        self,
-        format: str,
-        output: str | Path | None = None,
-        *,
-        outputs: str = "probabilities",
-        level: str | None = None,
-        images: Iterable[str] = (),
-    ) -> Exported:
+    def export(self, format: str, output: str | Path | None = None, **options: Any) -> Exported:
         """Write the model for other programs; see `linnaeus.inference.export.run.export_run`."""
         from linnaeus.inference.export.run import export_run  # which imports this module
 
-        return export_run(self, format, output, outputs=outputs, level=level, images=images)
-
-    def predictor(
-        self,
-        *,
-        top: int | None = None,
-        path: bool = False,
-        threshold: float | None = None,
-        batch_size: int | None = None,
-        num_workers: int | None = None,
-    ) -> Predictor:
-        """What predicts images with this model; for the arguments and errors see `predict`.
-
-        Args:
-            num_workers: threads that load images; None is one for each CPU core, at most 8.
-        """
-        for name, value in (("top", top), ("batch_size", batch_size)):
-            value = 1 if value is None else value
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be a whole number, not {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if self.taxonomy is None:
-            raise DataError(
-                f"{self.checkpoint}: the run's dataset declared no classes, so there is no class to predict; "
-                "run.model gives the model's outputs"
-            )
-        is_multilabel = self.taxonomy.is_multilabel
-        if is_multilabel and path:
-            raise ConfigError(
-                "--path: the run has several labels for an image and no path; leave it out"
-            )
-        return Predictor(
-            self.model,
-            self.transform,
-            self.taxonomy,
-            self.precision,
-            top=5 if top is None and not is_multilabel else top,
-            path=path,
-            threshold=threshold,
-            batch_size=batch_size,
-            num_workers=min(8, num_cores()) if num_workers is None else num_workers,
-        )
+        return export_run(self, format, output, **options)
 
 
 def load_run(

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from linnaeus.autobatch.result import Mode
 from linnaeus.batch_plan.plan import BatchPlan
 from linnaeus.config.dump import save_config
 from linnaeus.config.schema import Config
+from linnaeus.data.contact_sheet import draw_samples
 from linnaeus.data.split_file import SPLIT_FILE, save_split
+from linnaeus.data.user_dataset import UserDataset
 from linnaeus.models.model_spec import MODEL_FILE
 from linnaeus.runtime.distributed import World
-from linnaeus.runtime.files import AUTOBATCH, CONFIG, METRICS, RESULT, write_text_atomically
+from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.files import AUTOBATCH, CONFIG, LOGS, METRICS, RESULT, write_text_atomically
 from linnaeus.runtime.run_folder import RunFolder, stopped_reason
 from linnaeus.training.metrics_file import MetricsFile
 from linnaeus.training.report import report_result, save_result
@@ -25,6 +30,8 @@ from linnaeus.training.tracking import Tracker, start_tracking
 if TYPE_CHECKING:
     from linnaeus.training.setup import Setup
     from linnaeus.training.trainer import FitResult
+
+logger = logging.getLogger("linnaeus.run")
 
 
 class Recording:
@@ -105,9 +112,20 @@ class RunRecording(Recording):
         (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
         self._save_searches()
         save_split(self.setup.data, path / SPLIT_FILE)
+        self._draw_samples(path / LOGS / "samples.png")
         save_config(self.config, path / CONFIG, {"RUN": self.run_id, **chosen})
         text = json.dumps(self.extras["model_spec"], indent=1, ensure_ascii=False)
         write_text_atomically(path / MODEL_FILE, text + "\n")
+
+    def _draw_samples(self, sheet: Path) -> None:
+        """Draw training samples, once; not of a user's dataset, which counts or forks its own way."""
+        data = self.setup.data
+        if isinstance(data.train, UserDataset) or data.taxonomy is None or sheet.exists():
+            return
+        try:
+            draw_samples(data, sheet, self.config.EXPERIMENT.SEED)
+        except DataError as error:
+            logger.warning("warning: %s is not drawn: %s", sheet, error)
 
     def _save_searches(self) -> None:
         """Send the searches to the loggers and write `autobatch.json`; nothing where there were none."""

@@ -7,10 +7,11 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -343,14 +344,8 @@ class Trainer:
         """Train on the rest of the current epoch, or on less of it when the user asks to stop."""
         batches, stages = self._start_epoch()
         while stages:
-            stage, lr, loss = stages.pop(), self.schedule.lr, None
-            sizes, epoch = stage.micro_batches, self.progress.epoch + 1
-            self.train_step.state = self._callback_state(epoch)
-            try:
-                num_samples = sum(sizes) if len(set(sizes)) > 1 else None
-                loss = self.train_step(batches, len(sizes), num_samples)
-            except Exception as error:
-                self._handle_step_error(error, stage)  # may raise, or else the step is taken again
+            stage, lr, epoch = stages.pop(), self.schedule.lr, self.progress.epoch + 1
+            loss = self._take_step(batches, stage)
             if loss is None:
                 self._memory.clean()  # what the failed step held
                 batches, stages = self._rest_of_epoch()
@@ -368,6 +363,38 @@ class Trainer:
                 self._meter.mean()
                 break
         self._count_seconds()
+
+    def _take_step(self, batches: Iterator[Batch], stage: Stage) -> torch.Tensor | None:
+        """Take an optimizer step and return the loss; None where it is to be taken again, in parts."""
+        sizes = stage.micro_batches
+        self.train_step.state = self._callback_state(self.progress.epoch + 1)
+        try:
+            num_samples = sum(sizes) if len(set(sizes)) > 1 else None
+            return self.train_step(batches, len(sizes), num_samples)
+        except Exception as error:
+            self._handle_step_error(error, stage)  # may raise
+            return None
+
+    def rehearse(self) -> None:
+        """Take one optimizer step and validate one batch, and record nothing. Collective.
+
+        Raises:
+            LinnaeusError: as `fit`.
+        """
+        with self._errors_explained(), self.progress_bar:
+            batches, stages = self._start_epoch()
+            while stages:
+                loss = self._take_step(batches, stages.pop())
+                if loss is not None:
+                    self._meter.add(loss)
+                    logger.info("dry run: one optimizer step, loss %.4f", self._meter.mean())
+                    break
+                self._memory.clean()
+                batches, stages = self._rest_of_epoch()
+            empty_cache(self.world.device)
+            values = self._validation_metrics(list(islice(self.loaders.val, 1)))
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in (values or {}).items())
+        logger.info("dry run: one validation batch,  %s; nothing is written", shown)
 
     def _start_epoch(self) -> tuple[Iterator[Batch], list[Stage]]:
         """Prepare the rest of the current epoch; see `_rest_of_epoch`."""
@@ -590,7 +617,9 @@ class Trainer:
         progress.best, progress.best_epoch = value, progress.epoch
         return True
 
-    def _validation_metrics(self, batches: BatchLoader) -> dict[str, float] | None:
+    def _validation_metrics(
+        self, batches: Collection[Batch] | BatchLoader
+    ) -> dict[str, float] | None:
         """Validate on all batches of a split; None on every rank if one was asked to stop."""
         step, metrics = self.assembly.validation_step, self.assembly.metrics
         step.model.eval()
@@ -609,7 +638,9 @@ class Trainer:
         metrics.reset()  # frees the scores of several labels per sample
         return values
 
-    def _validate_together(self, step: ValidationStep, loader: BatchLoader) -> None:
+    def _validate_together(
+        self, step: ValidationStep, loader: Collection[Batch] | BatchLoader
+    ) -> None:
         """Validate a sharded model: its forward passes are collectives, so all ranks take equally many.
 
         A rank with fewer batches runs its last one again, uncounted. All break off at the same batch.

@@ -172,7 +172,6 @@ LINES: dict[str, tuple[Any, list[str]]] = {
     "keys beside the folder of a status": (sweep, ["EXPERIMENT.NAME=s", "--status", "runs/nope"]),
     "completion": (train, ["--install-completion", "bash"]),
     "a URL": (train, ["--cfg", "https://example.org/a.yaml"]),
-    "a dry run here": (train, ["--dry-run"]),
 }
 
 

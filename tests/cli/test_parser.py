@@ -108,7 +108,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
     (tmp_path / "runs/my_exp").mkdir(parents=True)
     (tmp_path / "runs/my_exp/sweep.json").write_text('{"argv": [], "runs": []}')
-    for run in ("runs/one", "runs/other", "runs/lr1", "runs/birds"):
+    for run in ("runs/one", "runs/other", "runs/lr1", "runs/birds", "runs/birds_2"):
         (tmp_path / run / "checkpoints").mkdir(parents=True)
         (tmp_path / run / "checkpoints/best.pt").touch()
         (tmp_path / run / "checkpoints/last.pt").touch()

@@ -1,25 +1,25 @@
-from __future__ import annotations
-
 import csv
 import io
 import json
 import os
 import re
 import signal
-from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
 
 from linnaeus.cli import predict
 from linnaeus.inference.trained import load_run
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
-from tests.helpers.runs import Run, wait_until
-from tests.helpers.trained import save_run, spec_of, write_images
+from tests.helpers.runs import wait_until
+from tests.helpers.trained import PLAIN, Flat, save_run, spec_of, write_images
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def desk(tmp_path, monkeypatch):
     """A run and five photos, one of them damaged."""
     save_run(tmp_path / "runs" / "birds", spec_of())
     write_images(tmp_path / "photos", 5)
@@ -32,7 +32,7 @@ PHOTOS = [f"photos/00{number}.png" for number in (0, 1, 3, 4)]
 CPU = ("--device", "cpu")
 
 
-def test_a_table_of_all_and_what_is_left_out(desk: Path, run: Run) -> None:
+def test_a_table_of_all_and_what_is_left_out(desk, run):
     outcome = run(
         "predict", "runs/birds", "photos", "--output", "out.csv", "--top", "3", "--path", *CPU
     )
@@ -71,7 +71,7 @@ def test_a_table_of_all_and_what_is_left_out(desk: Path, run: Run) -> None:
     assert "photos/002.png" in (desk / "out.csv.skipped.csv").read_text()
 
 
-def test_text_and_json(desk: Path, run: Run) -> None:
+def test_text_and_json(desk, run):
     outcome = run("predict", "runs/birds", *PHOTOS, "--top", "1", "--path", *CPU)
     assert outcome.code == 0
     blocks = re.findall(
@@ -96,7 +96,7 @@ def test_text_and_json(desk: Path, run: Run) -> None:
         assert found == expected
 
 
-def test_what_a_list_names(desk: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+def test_what_a_list_names(desk, monkeypatch, run):
     monkeypatch.setattr(
         "sys.stdin", io.TextIOWrapper(io.BytesIO(b"photos/003.png\nmissing.jpg\nphotos/000.png\n"))
     )
@@ -106,9 +106,7 @@ def test_what_a_list_names(desk: Path, monkeypatch: pytest.MonkeyPatch, run: Run
     assert "missing.jpg" in outcome.err
 
 
-def test_without_a_prediction_no_file_is_written_or_replaced(
-    desk: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_without_a_prediction_no_file_is_written_or_replaced(desk, monkeypatch, run):
     outcome = run("predict", "runs/birds", "photos/002.png", "--output", "out.json", *CPU)
     assert (outcome.code, (desk / "out.json").exists()) == (1, False)
     (desk / "out.json").write_text("of an earlier call")
@@ -121,7 +119,7 @@ def test_without_a_prediction_no_file_is_written_or_replaced(
     assert not (desk / "out.json.partial").exists()
 
 
-def test_many_unreadable_images_do_not_fill_the_terminal(desk: Path, run: Run) -> None:
+def test_many_unreadable_images_do_not_fill_the_terminal(desk, run):
     (desk / "bad").mkdir()
     for number in range(predict.NUM_NAMED + 30):
         (desk / "bad" / f"{number}.jpg").touch()
@@ -133,7 +131,7 @@ def test_many_unreadable_images_do_not_fill_the_terminal(desk: Path, run: Run) -
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_keeps_what_is_done(desk: Path, number: signal.Signals) -> None:
+def test_an_interruption_keeps_what_is_done(desk, number):
     """The list of images is a pipe that stays open, so the command waits for more."""
     pipe = desk / "list"
     os.mkfifo(pipe)
@@ -143,7 +141,7 @@ def test_an_interruption_keeps_what_is_done(desk: Path, number: signal.Signals) 
         f"sys.exit(cli({argv!r}))"
     )
 
-    def has_begun() -> bool:
+    def has_begun():
         return any(path.stat().st_size > 1000 for path in desk.glob("out.json.partial"))
 
     with (desk / "log").open("w") as log:
@@ -163,7 +161,7 @@ def test_an_interruption_keeps_what_is_done(desk: Path, number: signal.Signals) 
 
 
 @pytest.mark.e2e
-def test_a_reader_that_has_gone_is_no_traceback(desk: Path) -> None:
+def test_a_reader_that_has_gone_is_no_traceback(desk):
     command = (
         "import os; from linnaeus.main import cli; r, w = os.pipe(); os.close(r); os.dup2(w, 1); "
         "raise SystemExit(cli(['predict', 'runs/birds', 'photos', '--device', 'cpu']))"
@@ -173,7 +171,7 @@ def test_a_reader_that_has_gone_is_no_traceback(desk: Path) -> None:
     assert "Broken" not in outcome.err
 
 
-def test_a_run_becomes_a_file_for_other_programs(desk: Path, run: Run) -> None:
+def test_a_run_becomes_a_file_for_other_programs(desk, run):
     outcome = run("export", "runs/birds", "--format", "timm", "--level", "order")
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("runs/birds/export/timm ")
@@ -196,7 +194,7 @@ def test_a_run_becomes_a_file_for_other_programs(desk: Path, run: Run) -> None:
     assert (outcome.code, outcome.out.count("species")) == (0, 4)
 
 
-def test_a_threshold_backs_off_to_the_finest_certain_level(desk: Path, run: Run) -> None:
+def test_a_threshold_backs_off_to_the_finest_certain_level(desk, run):
     plain = load_run("runs/birds", device="cpu").predict(PHOTOS)
     least = [min(each.levels[name][0][1] for each in plain) for name in ("order", "species")]
     most = max(p for each in plain for _, p in (each.levels[name][0] for name in each.levels))
@@ -209,3 +207,86 @@ def test_a_threshold_backs_off_to_the_finest_certain_level(desk: Path, run: Run)
             sure = [name for name in best if best[name][1] >= float(argv[1])]
             expected = [sure[-1], best[sure[-1]][0]] if sure else ["", ""]
             assert [row["certain_level"], row["certain_class"]] == expected
+
+
+def probabilities(items):
+    """Of each image: the probability of each species."""
+    return [
+        {each["class"]: each["probability"] for each in item["levels"]["species"]} for item in items
+    ]
+
+
+@pytest.mark.parametrize("flip", [(), ("--tta", "flip")])
+def test_several_runs_give_their_mean_probability(desk, run, flip):
+    save_run(desk / "runs" / "other", spec_of(size=(48, 48)), seed=7)
+    runs = ("runs/birds", "runs/other/checkpoints/best.pt")
+    argv = ("--top", "5", *flip, "--output", "both.json", *CPU)
+    outcome = run("predict", *runs, *PHOTOS, *argv)
+    assert outcome.code == 0, outcome.err
+    found = probabilities(json.loads((desk / "both.json").read_text()))
+    opened = [load_run(name, device="cpu") for name in runs]
+    for name, each in zip(PHOTOS, found, strict=True):
+        outputs = []
+        for one in opened:
+            image = one.transform(name)[None]
+            with torch.no_grad():
+                views = [image, image.flip(-1)] if flip else [image]
+                outputs += [one.model(view)[1].softmax(1)[0] for view in views]
+        mean = dict(
+            zip(opened[0].classes["species"], torch.stack(outputs).mean(0).tolist(), strict=True)
+        )
+        assert each == pytest.approx(mean, rel=1e-4)
+        assert max(float((each - outputs[0]).abs().max()) for each in outputs[1:]) > 1e-3
+
+
+def test_runs_of_other_classes_are_no_ensemble(desk, run):
+    save_run(desk / "runs" / "plain", spec_of(taxonomy=PLAIN))
+    outcome = run("predict", "runs/birds", "runs/plain", "photos", *CPU)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert [name for name in ("runs/birds", "runs/plain") if name not in outcome.err] == []
+    outcome = run("predict", "runs/birds", "photos", "runs/plain", *CPU)
+    assert (outcome.code, "runs/plain" in outcome.err) == (2, True)
+
+
+@pytest.mark.parametrize("ending", ["npy", "parquet"])
+@pytest.mark.parametrize("held", [1000, 3, 2])
+def test_features_are_what_the_head_gets(desk, run, monkeypatch, ending, held):
+    monkeypatch.setattr(predict.FeatureWriter, "NUM_HELD", held)
+    file = desk / f"birds.{ending}"
+    outcome = run(
+        "predict", "runs/birds", "photos", "--features", str(file), "--output", "a.csv", *CPU
+    )
+    assert outcome.code == 0, outcome.err
+    if ending == "npy":
+        rows = np.load(file)
+        paths = [*csv.reader((desk / "birds.npy.paths.csv").read_text().splitlines())][1:]
+    else:
+        table = pd.read_parquet(file)
+        rows, paths = np.stack(table["features"].tolist()), [[path] for path in table["path"]]
+    assert paths == [[path] for path in PHOTOS]
+    opened = load_run("runs/birds", device="cpu")
+    model = opened.model
+    with torch.no_grad():
+        expected = model.backbone(torch.stack([opened.transform(path) for path in PHOTOS]))
+    assert rows.dtype == np.float32
+    assert np.allclose(rows, expected.numpy(), rtol=1e-4, atol=1e-5)
+    assert not list(desk.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "argv", [("--features", "a.csv"), ("--features", "none/a.npy"), ("--tta", "crop")]
+)
+def test_options_that_cannot_be_used(desk, run, argv):
+    outcome = run("predict", "runs/birds", "photos", *argv, *CPU)
+    assert (outcome.code, argv[0] in outcome.err) == (2, True)
+
+
+def test_a_model_of_ones_own_has_no_features(desk, run):
+    node = {"_target_": f"{Flat.__module__}.Flat"}
+    save_run(desk / "runs" / "own", spec_of(node=node, size=(4, 4)))
+    argv = ("photos", "--features", "a.npy", "--trust-code", *CPU)
+    outcome = run("predict", "runs/own", *argv)
+    assert (outcome.code, "--features" in outcome.err) == (2, True)
+    outcome = run("predict", "runs/birds", "runs/birds", *argv)
+    assert (outcome.code, "--features" in outcome.err) == (2, True)
+    assert not list(desk.glob("a.npy*"))

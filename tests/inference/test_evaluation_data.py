@@ -1,8 +1,5 @@
 """Data of an evaluation: labels are those of the run, whatever classes, order and levels the data has."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ from linnaeus.data.split_file import save_split
 from linnaeus.data.taxonomy import LabelIndex, index_labels
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.inference.evaluation_data import (
-    EvaluationData,
     EvaluationRequest,
     build_evaluation_data,
 )
@@ -29,7 +25,7 @@ NESTED = index_labels(
 FLAT = index_labels(["species"], [("fox",), ("lion",), ("lynx",), ("wolf",)])
 
 
-def files(root: Path, *paths: str) -> Path:
+def files(root, *paths):
     """Empty files, as these tests read no image."""
     for path in paths:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -37,20 +33,18 @@ def files(root: Path, *paths: str) -> Path:
     return root
 
 
-def build(
-    index: LabelIndex, *, own: bool = False, skip: bool = False, **dataset: Any
-) -> EvaluationData:
+def build(index, *, own=False, skip=False, **dataset):
     config = DataConfig(DATASET=DatasetConfig(**dataset))
     return build_evaluation_data(EvaluationRequest(config, index, PREPROCESSING, 0, own, skip))
 
 
-def labels(data: EvaluationData) -> list[list[int]]:
-    targets: Any = data.bundle.val
-    found: list[list[int]] = targets.targets.tolist()
+def labels(data):
+    targets = data.bundle.val
+    found = targets.targets.tolist()
     return found
 
 
-def test_a_manifest_with_images_that_are_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_with_images_that_are_not_there_is_refused(tmp_path):
     files(tmp_path, "1.png", "2.png")
     manifest = tmp_path / "val.csv"
     manifest.write_text("image,species\n1.png,fox\n2.png,wolf\n")
@@ -61,9 +55,9 @@ def test_a_manifest_with_images_that_are_not_there_is_refused(tmp_path: Path) ->
         build(FLAT, **options)
 
 
-def test_default_names_of_levels_may_be_those_of_an_older_version() -> None:
+def test_default_names_of_levels_may_be_those_of_an_older_version():
     options = {"NAME": "synthetic", "NUM_CLASSES": [2, 4], "NUM_SAMPLES_VAL": 4}
-    dataset = DatasetConfig(**options, LEVELS=["rank1", "rank2"])  # type: ignore[arg-type]
+    dataset = DatasetConfig(**options, LEVELS=["rank1", "rank2"])
     taxonomy = build_data(DataConfig(DATASET=dataset, IMG_SIZE=8), seed=0).taxonomy
     assert taxonomy is not None
     index = LabelIndex.of(taxonomy)
@@ -81,9 +75,7 @@ def test_default_names_of_levels_may_be_those_of_an_older_version() -> None:
         (FLAT, ["canids/dogs/wolf/1.png"], [[3]]),
     ],
 )
-def test_folders_are_matched_from_the_finest_level(
-    tmp_path: Path, index: LabelIndex, paths: list[str], expected: list[list[int]]
-) -> None:
+def test_folders_are_matched_from_the_finest_level(tmp_path, index, paths, expected):
     """Coarse levels that are not there follow from the class below them."""
     data = build(index, NAME="imagefolder", ROOT=str(files(tmp_path, *paths)))
     assert labels(data) == expected
@@ -101,15 +93,13 @@ def test_folders_are_matched_from_the_finest_level(
         (["train/cats/lion/1.png"], False, [[0, 0]]),
     ],
 )
-def test_the_split_that_is_evaluated(
-    tmp_path: Path, paths: list[str], own: bool, expected: list[list[int]]
-) -> None:
+def test_the_split_that_is_evaluated(tmp_path, paths, own, expected):
     data = build(NESTED, own=own, NAME="imagefolder", ROOT=str(files(tmp_path, *paths)))
     assert labels(data) == expected
 
 
 @pytest.mark.parametrize("columns", [["genus", "species"], ["species"]])
-def test_names_as_in_inaturalist(tmp_path: Path, columns: list[str]) -> None:
+def test_names_as_in_inaturalist(tmp_path, columns):
     """Also on a run with some of the levels, and on a manifest that names them."""
     names = ["00000_Animalia_C_M_K_F_Canis_lupus", "00001_Animalia_C_M_K_F_Vulpes_vulpes"]
     lineages = [("Canis", "Canis lupus"), ("Vulpes", "Vulpes vulpes")]
@@ -122,7 +112,7 @@ def test_names_as_in_inaturalist(tmp_path: Path, columns: list[str]) -> None:
     assert labels(build(index, NAME="manifest", VAL=str(table))) == expected
 
 
-def test_what_is_not_read_is_noted(tmp_path: Path) -> None:
+def test_what_is_not_read_is_noted(tmp_path):
     (tmp_path / "val.csv").write_text("image,species\n1.png,fox\n1.png,nan\n")
     files(tmp_path, "1.png")
     data = build(FLAT, NAME="manifest", VAL=str(tmp_path / "val.csv"))
@@ -135,7 +125,7 @@ def test_what_is_not_read_is_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", ["raise", "skip"])
-def test_images_of_the_runs_split_that_are_gone(tmp_path: Path, bad: str) -> None:
+def test_images_of_the_runs_split_that_are_gone(tmp_path, bad):
     """They are an error at the start, or left out; where all are gone, the dataset is read instead."""
     for i in range(8):
         write_image(
@@ -146,7 +136,7 @@ def test_images_of_the_runs_split_that_are_gone(tmp_path: Path, bad: str) -> Non
         ON_BAD_IMAGE=bad,
     )
     bundle = build_data(config, seed=0)
-    held_out: list[str] = bundle.val.files  # type: ignore[attr-defined]
+    held_out = bundle.val.files
     save_split(bundle, tmp_path / "split.csv")
     request = EvaluationRequest(
         config, bundle.index, PREPROCESSING, 0, True, split_file=tmp_path / "split.csv"
@@ -160,7 +150,7 @@ def test_images_of_the_runs_split_that_are_gone(tmp_path: Path, bad: str) -> Non
             build_evaluation_data(request)
 
 
-def write_table(folder: Path, header: str, rows: Iterable[str], name: str = "test.csv") -> str:
+def write_table(folder, header, rows, name="test.csv"):
     files(folder, "1.png")
     (folder / name).write_text("\n".join([header, *(f"1.png,{row}" for row in rows)]))
     return str(folder / name)
@@ -177,19 +167,13 @@ def write_table(folder: Path, header: str, rows: Iterable[str], name: str = "tes
         ("image,a,b", ["dogs,fox"], ["a", "b"], [[1, 2]]),
     ],
 )
-def test_columns_are_matched_by_name(
-    tmp_path: Path,
-    header: str,
-    rows: list[str],
-    levels: list[str] | None,
-    expected: list[list[int]],
-) -> None:
+def test_columns_are_matched_by_name(tmp_path, header, rows, levels, expected):
     """An empty cell is unknown; a column that is not there follows from the one below it."""
     path = write_table(tmp_path, header, rows)
     assert labels(build(NESTED, NAME="manifest", VAL=path, LEVELS=levels)) == expected
 
 
-def test_unknown_classes_are_left_out_when_asked(tmp_path: Path) -> None:
+def test_unknown_classes_are_left_out_when_asked(tmp_path):
     rows = ["dogs,wolf", "dogs,jackal", "bears,panda", "dogs,jackal"]
     path = write_table(tmp_path, "image,family,species", rows)
     data = build(NESTED, skip=True, NAME="manifest", VAL=path)
@@ -202,25 +186,25 @@ def test_unknown_classes_are_left_out_when_asked(tmp_path: Path) -> None:
 class Named(Dataset[Any]):
     """A user's dataset: sample i has the class i."""
 
-    def __init__(self, split: str, classes: Any) -> None:
+    def __init__(self, split, classes):
         assert split == "val", "the training split is not needed"
         self.taxonomy = classes
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(next(iter(self.taxonomy.values())))
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return 0.0, index
 
 
-def user_data(index: LabelIndex | None, classes: Any) -> EvaluationData:
+def user_data(index, classes):
     config = DataConfig(DATASET={"_target_": f"{__name__}.Named", "classes": classes})
     return build_evaluation_data(EvaluationRequest(config, index, None, 0, False))
 
 
-def test_a_users_dataset_needs_the_classes_of_the_run_in_their_order() -> None:
+def test_a_users_dataset_needs_the_classes_of_the_run_in_their_order():
     classes = ["fox", "lion", "lynx", "wolf"]
-    dataset: Any = user_data(FLAT, {"species": classes}).bundle.val
+    dataset = user_data(FLAT, {"species": classes}).bundle.val
     assert [dataset[i][1].tolist() for i in range(len(dataset))] == [[0], [1], [2], [3]]
     for index, other in (
         (FLAT, {"species": ["wolf", "fox"]}),

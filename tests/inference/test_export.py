@@ -1,12 +1,8 @@
 """Exported files give the run's outputs, without Linnaeus, and say what they mean."""
 
-from __future__ import annotations
-
 import json
 import stat
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors
@@ -17,17 +13,17 @@ from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.inference.export import formats
 from linnaeus.inference.export import run as export_module
 from linnaeus.inference.export.check import samples_of
-from linnaeus.inference.trained import TrainedRun, load_run
+from linnaeus.inference.trained import load_run
 from linnaeus.runtime.errors import ConfigError, LinnaeusError
 from tests.helpers.trained import BIRDS, Flat, picture, save_run, spec_of, write_images
 
 
-def run_of(folder: Path, name: str = "test_resnet", config: Any = None, **spec: Any) -> TrainedRun:
+def run_of(folder, name="test_resnet", config=None, **spec):
     folder = save_run(folder, spec_of(name, **spec), config=config or {})
     return load_run(folder, device="cpu", trust_code=True)
 
 
-def flat_run(folder: Path, **spec: Any) -> TrainedRun:
+def flat_run(folder, **spec):
     """A tiny model, for what does not depend on the architecture."""
     return run_of(
         folder, **{"node": {"_target_": f"{Flat.__module__}.Flat"}, "size": (4, 4), **spec}
@@ -35,24 +31,24 @@ def flat_run(folder: Path, **spec: Any) -> TrainedRun:
 
 
 @pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+def birds(tmp_path_factory):
     return run_of(tmp_path_factory.mktemp("runs") / "birds", config={"TRAIN": {"AMP": "bf16"}})
 
 
 @torch.no_grad()
-def outputs_of(run: TrainedRun, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+def outputs_of(run, batch):
     outputs = run.model(batch)
     return outputs if isinstance(outputs, dict) else dict(zip(run.classes, outputs, strict=True))
 
 
-def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def check_equal(found, expected):
     assert list(found) == list(expected)
     assert all(
         torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-5) for name in expected
     )
 
 
-def check_description(content: dict[str, Any], outputs: str | None, size: int = 32) -> None:
+def check_description(content, outputs, size=32):
     levels = [(level["name"], tuple(level["classes"])) for level in content["levels"]]
     assert levels == [(level.name, level.classes) for level in BIRDS.levels]
     assert content["levels"][1]["parents"] == list(BIRDS.parents[0])
@@ -62,6 +58,7 @@ def check_description(content: dict[str, Any], outputs: str | None, size: int = 
         "channels": 3,
         "height": size,
         "width": size,
+        "dtype": "float32",
         "mean": [0.5, 0.4, 0.3],
         "std": [0.2, 0.3, 0.25],
         "crop_fraction": 0.9,
@@ -71,7 +68,7 @@ def check_description(content: dict[str, Any], outputs: str | None, size: int = 
     assert content["input"] == expected
 
 
-def test_safetensors(birds: TrainedRun, tmp_path: Path) -> None:
+def test_safetensors(birds, tmp_path):
     exported = birds.export("safetensors", tmp_path / "birds.safetensors")
     assert exported.difference == 0
     with safetensors.safe_open(exported.path, "pt") as file:
@@ -84,7 +81,7 @@ def test_safetensors(birds: TrainedRun, tmp_path: Path) -> None:
     assert repr(found) != repr(in_full.predict(picture(0))), "it keeps the number format"
 
 
-def onnx_outputs(path: Path, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+def onnx_outputs(path, batch):
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(path)
     names = [entry.name for entry in session.get_outputs()]
@@ -93,18 +90,18 @@ def onnx_outputs(path: Path, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     )
 
 
-def program_outputs(path: Path, batch: torch.Tensor, about: str) -> dict[str, torch.Tensor]:
+def program_outputs(path, batch, about):
     extra = {"linnaeus.json": ""}
     with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns of its own buffer
         program = torch.export.load(path, extra_files=extra)
-    found: dict[str, torch.Tensor] = program.module()(batch)
+    found = program.module()(batch)
     assert json.loads(extra["linnaeus.json"])["outputs"] == about
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext", "test_efficientnet"])
-def test_networks_of_timm_as_computations(name: str, tmp_path: Path) -> None:
+def test_networks_of_timm_as_computations(name, tmp_path):
     run = run_of(tmp_path / "run", name)
     onnx, program = run.export("onnx").path, run.export("torch-export").path
     for batch in (torch.randn(3, 3, 32, 32), torch.randn(1, 3, 32, 32)):
@@ -113,7 +110,7 @@ def test_networks_of_timm_as_computations(name: str, tmp_path: Path) -> None:
         check_equal(program_outputs(program, batch, "probabilities"), expected)
 
 
-def test_a_program_gives_probabilities(tmp_path: Path) -> None:
+def test_a_program_gives_probabilities(tmp_path):
     run = flat_run(tmp_path / "run")
     exported = run.export("torch-export", tmp_path / "out" / "birds.pt2")
     assert "noise" in exported.origin
@@ -124,7 +121,7 @@ def test_a_program_gives_probabilities(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_marginal_head_as_a_computation(tmp_path: Path) -> None:
+def test_a_marginal_head_as_a_computation(tmp_path):
     """Its outputs are log-probabilities already, which do not add up to 1 where a parent is unknown."""
     taxonomy = Taxonomy(BIRDS.levels, ((0, 0, 1, UNKNOWN, 0),))
     run = run_of(tmp_path / "run", taxonomy=taxonomy, HEAD="marginal")
@@ -151,7 +148,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_plain_timm_loads_its_folder(case: str, tmp_path: Path) -> None:
+def test_plain_timm_loads_its_folder(case, tmp_path):
     name, arguments = CASES[case]
     run = run_of(tmp_path / "run", name, **arguments)
     model = timm.create_model(f"local-dir:{run.export('timm').path}", pretrained=True).eval()
@@ -169,7 +166,7 @@ def test_plain_timm_loads_its_folder(case: str, tmp_path: Path) -> None:
     assert data["crop_mode"] == modes.get(preprocessing.resize, "center")
 
 
-def test_timm_takes_the_head_of_another_level(birds: TrainedRun, tmp_path: Path) -> None:
+def test_timm_takes_the_head_of_another_level(birds, tmp_path):
     folder = birds.export("timm", tmp_path / "out", level="order").path
     config = json.loads((folder / "config.json").read_text())
     assert (config["label_names"], config["linnaeus"]["level"]) == (
@@ -183,7 +180,7 @@ def test_timm_takes_the_head_of_another_level(birds: TrainedRun, tmp_path: Path)
     birds.export("timm", folder)  # replaces its own files
 
 
-def test_weights_of_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_weights_of_a_model_of_ones_own(tmp_path):
     """Its dataset gave tensors."""
     exported = flat_run(tmp_path / "run", is_of_files=False).export("safetensors")
     assert exported.difference == 0
@@ -191,7 +188,7 @@ def test_weights_of_a_model_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e  # seconds to import what writes ONNX
-def test_onnx_gives_logits(tmp_path: Path) -> None:
+def test_onnx_gives_logits(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     run = flat_run(tmp_path / "run")
     path = run.export("onnx", outputs="logits").path
@@ -212,13 +209,14 @@ def test_onnx_gives_logits(tmp_path: Path) -> None:
     "format", ["safetensors", pytest.param("onnx", marks=pytest.mark.slow), "torch-export", "timm"]
 )
 def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
-    birds: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
-) -> None:
+    birds, tmp_path, monkeypatch, format
+):
     """A negative control: what is written is the model with one weight changed."""
     run = birds if format in ("timm", "safetensors") else flat_run(tmp_path / "run")
-    real = export_module._write
+    name = "_write_program" if format in ("onnx", "torch-export") else "_write"
+    real = getattr(export_module, name)
 
-    def write(run: TrainedRun, *arguments: Any) -> Any:
+    def write(run, *arguments):
         bias = next(tensor for name, tensor in run.model.named_parameters() if name.endswith(BIAS))
         kept = bias.detach().clone()
         with torch.no_grad():
@@ -228,52 +226,73 @@ def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
         finally:
             bias.data = kept
 
-    monkeypatch.setattr(export_module, "_write", write)
+    monkeypatch.setattr(export_module, name, write)
     with pytest.raises(LinnaeusError, match="'species'"):
         run.export(format, tmp_path / "out" / export_module.NAMES[format])
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_the_images_of_a_check(birds: TrainedRun, tmp_path: Path) -> None:
-    exported = load_run(
-        birds.export("safetensors", tmp_path / "birds.safetensors").path, device="cpu"
-    )
-    assert (
-        "birds.safetensors" in samples_of(exported).origin
-    )  # which does not name the run's dataset
-    data = tmp_path / "data"
-    write_images(data / "val" / "Passeriformes" / "Sitta", 8)
-    (data / "val" / "Passeriformes" / "Sitta" / "000.png").write_text("damaged")
-    run = run_with_config(tmp_path / "run", f"NAME: imagefolder, ROOT: {data}")
+def test_the_images_of_a_check(tmp_path):
+    data = write_images(tmp_path / "data", 20)
+    data[3].unlink()
+    folder = save_run(tmp_path / "run", spec_of())
+    rows = "".join(f"{path},val,Passeriformes,Sitta\n" for path in data)
+    (folder / "split.csv").write_text(f"path,split,order,species\n{rows}")
+    run = load_run(folder, device="cpu")
     samples = samples_of(run)
-    assert samples.origin.split()[:4] == ["7", "images", "of", str(data / "val")]
-    named = samples_of(run, [str(data / "val" / "Passeriformes" / "Sitta" / "001.png")])
+    assert (samples.inputs.shape, str(folder) in samples.origin) == ((8, 3, 32, 32), True)
+    named = samples_of(run, [str(data[0])])
     assert (len(named.inputs), named.origin.split()[-1]) == (2, "--images")
     assert torch.equal(named.inputs[0], samples.inputs[0])
-    (data / "val").rename(tmp_path / "gone")
+    data[0].write_text("damaged")
     assert "noise" in samples_of(run).origin
-    tensors = run_with_config(tmp_path / "own", f"_target_: {__name__}.own", is_of_files=False)
-    assert float(samples_of(tensors).inputs.sum()) == 0 + 1 + 2
 
 
-def run_with_config(folder: Path, dataset: str, **spec: Any) -> TrainedRun:
-    """A run whose `config.yaml` names its dataset, as training writes it."""
-    save_run(folder, spec_of(**spec))
-    (folder / "config.yaml").write_text(f"DATA: {{DATASET: {{{dataset}}}, IMG_SIZE: 32}}\n")
-    return load_run(folder, device="cpu", trust_code=True)
-
-
-def own(split: str) -> list[Any]:
-    """Three images for validation, whose sum is their position."""
-    assert split == "val"
-    return [
-        (torch.full((3, 32, 32), index / (3 * 32 * 32)), torch.tensor([0, 0])) for index in range(3)
-    ]
-
-
-def test_packages_that_are_missing_are_named(
-    birds: TrainedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_that_are_missing_are_named(birds, monkeypatch):
     monkeypatch.setattr(formats, "_NEEDED", ("onnx", "no_such_package"))
     with pytest.raises(ConfigError, match=r"no_such_package.*linnaeus\[export\]"):
         birds.export("onnx")
+
+
+FILES = [pytest.param("onnx", marks=pytest.mark.e2e), "torch-export"]
+
+
+@pytest.mark.parametrize("format", FILES)
+@pytest.mark.parametrize("half", [False, True])
+def test_pixels_in_and_probabilities_out(tmp_path, format, half):
+    run = run_of(tmp_path / "run")
+    path = run.export(format, preprocessing=True, half=half).path
+    pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    assert run.spec.preprocessing is not None
+    inputs = run.spec.preprocessing.normalise()(pixels)
+    expected = {level: logits.softmax(1) for level, logits in outputs_of(run, inputs).items()}
+    for batch in (pixels, pixels[:1]):
+        found = (
+            onnx_outputs(path, batch)
+            if format == "onnx"
+            else program_outputs(path, batch, "probabilities")
+        )
+        assert list(found) == list(expected)
+        for name, output in found.items():
+            right = expected[name][: len(batch)]
+            assert output.dtype == torch.float32
+            assert torch.allclose(output, right, atol=0.02 if half else 1e-5)
+
+
+@pytest.mark.e2e
+def test_an_onnx_file_names_its_batch_and_operators(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    run = flat_run(tmp_path / "run")
+    sizes = {}
+    for half in (False, True):
+        exported = run.export("onnx", tmp_path / f"{half}.onnx", opset=20, half=half)
+        model = onnx.load(exported.path)
+        assert [each.version for each in model.opset_import if not each.domain] == [20]
+        entries = [*model.graph.input, *model.graph.output]
+        assert {entry.type.tensor_type.shape.dim[0].dim_param for entry in entries} == {"batch"}
+        about = json.loads(
+            next(each.value for each in model.metadata_props if each.key == "linnaeus")
+        )
+        assert (about["input"]["dtype"], about["input"]["mean"]) == ("float32", [0.5, 0.4, 0.3])
+        sizes[half] = sum(tensor.ByteSize() for tensor in model.graph.initializer)
+    assert sizes[True] < 0.7 * sizes[False]

@@ -1,18 +1,14 @@
 """Figures of an evaluation, against torchmetrics and by hand."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torchmetrics import functional as reference
 
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.inference import figures as module
-from linnaeus.inference.figures import EvaluationMetrics, LevelFigures, distance_of_mistakes
+from linnaeus.inference.figures import EvaluationMetrics, distance_of_mistakes
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import LinnaeusError
 
@@ -29,7 +25,7 @@ TWO = Taxonomy((Level("class", ("a", "b")),))
 COUNTS = list(TAXONOMY.num_classes.values())
 
 
-def make_batches(num_batches: int = 7, size: int = 11) -> list[tuple[tuple[Tensor, ...], Tensor]]:
+def make_batches(num_batches=7, size=11):
     """Logits and labels, of which some are unknown; class `w` never occurs."""
     generator = torch.Generator().manual_seed(0)
     batches = []
@@ -43,9 +39,7 @@ def make_batches(num_batches: int = 7, size: int = 11) -> list[tuple[tuple[Tenso
     return batches
 
 
-def figures(
-    batches: Any, taxonomy: Taxonomy = TAXONOMY, *, are_logs: bool = False
-) -> list[LevelFigures]:
+def figures(batches, taxonomy=TAXONOMY, *, are_logs=False):
     metrics = EvaluationMetrics(taxonomy, CPU, are_logs=are_logs)
     for logits, labels in batches:
         metrics.update(logits, labels, torch.zeros(()))
@@ -54,7 +48,7 @@ def figures(
     return found
 
 
-def test_figures_are_those_of_torchmetrics() -> None:
+def test_figures_are_those_of_torchmetrics():
     batches = make_batches()
     for level, found in enumerate(figures(batches)):
         logits = torch.cat([batch[0][level] for batch in batches])
@@ -85,9 +79,7 @@ def test_figures_are_those_of_torchmetrics() -> None:
             assert torch.allclose(own.float(), values)
 
 
-def test_the_size_of_batches_and_of_waiting_parts_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_size_of_batches_and_of_waiting_parts_changes_nothing(monkeypatch):
     batches = make_batches()
     logits, labels = zip(*batches, strict=True)
     expected = figures([(tuple(map(torch.cat, zip(*logits, strict=True))), torch.cat(labels))])
@@ -99,7 +91,7 @@ def test_the_size_of_batches_and_of_waiting_parts_changes_nothing(
         assert one.cross_entropy == pytest.approx(other.cross_entropy)
 
 
-def test_log_probabilities_are_counted_as_they_are() -> None:
+def test_log_probabilities_are_counted_as_they_are():
     """Those of a marginal head need not add up to 1. A certain prediction is in the last bin."""
     logs = torch.tensor([[0.6, 0.2], [1.0, 0.0]]).log()
     for are_logs, expected, bins in ((True, 0.6, [9, 14]), (False, 0.75, [11, 14])):
@@ -110,7 +102,7 @@ def test_log_probabilities_are_counted_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_outputs_that_are_not_finite_are_an_error(value: float) -> None:
+def test_outputs_that_are_not_finite_are_an_error(value):
     """With or without a label."""
     logits, labels = (
         torch.tensor([[value, 0.0], [3.0, 0.0], [0.0, value]]),
@@ -121,7 +113,7 @@ def test_outputs_that_are_not_finite_are_an_error(value: float) -> None:
     assert figures([(logits[1:2], labels[1:2])], TWO)[0].top1 == 1
 
 
-def test_a_level_without_a_label_has_no_figures() -> None:
+def test_a_level_without_a_label_has_no_figures():
     logits = tuple(torch.randn(4, count) for count in COUNTS)
     found = figures([(logits, torch.tensor([[0, -1, 1]] * 4))])[1]
     assert (found.num_samples, found.num_unlabelled) == (0, 4)
@@ -129,13 +121,13 @@ def test_a_level_without_a_label_has_no_figures() -> None:
     assert found.confusions(5) == found.worst(5) == []
 
 
-def predicting(num_classes: int, pairs: dict[tuple[int, int], int]) -> Any:
+def predicting(num_classes, pairs):
     """Outputs and labels with so many samples of each (true, predicted) pair at the only or finest level."""
     labels = torch.tensor([pair for pair, number in pairs.items() for _ in range(number)])
     return torch.nn.functional.one_hot(labels[:, 1], num_classes).float(), labels[:, :1]
 
 
-def test_confusions_are_the_largest_ones_with_their_share() -> None:
+def test_confusions_are_the_largest_ones_with_their_share():
     pairs = {(0, 0): 6, (0, 1): 2, (1, 0): 2, (1, 2): 5, (2, 2): 1}
     (found,) = figures([predicting(3, pairs)], Taxonomy((Level("class", ("a", "b", "c")),)))
     shown = [(each.true, each.predicted, each.samples, each.share) for each in found.confusions(2)]
@@ -143,7 +135,7 @@ def test_confusions_are_the_largest_ones_with_their_share() -> None:
     assert found.worst(5) == [1, 0]
 
 
-def test_the_distance_of_a_mistake_is_the_height_of_the_common_ancestor() -> None:
+def test_the_distance_of_a_mistake_is_the_height_of_the_common_ancestor():
     """u and v share a family, u and w an order, u and y the root; the parent of z is unknown."""
     u, v, w, y, z = 0, 1, 2, 4, 5
     for pair, height in {(u, v): 1, (u, w): 2, (y, u): 3}.items():

@@ -1,25 +1,20 @@
-from __future__ import annotations
-
 import functools
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from linnaeus.inference.export.check import largest_difference, samples_of
 from linnaeus.inference.paths import problem_of
-from linnaeus.inference.prediction import predictions_of
-from linnaeus.inference.trained import TrainedRun, load_run
-from tests.helpers.messages import Golden, error_and_code_of
+from linnaeus.inference.prediction import log_probabilities_of
+from linnaeus.inference.trained import load_run
+from tests.helpers.messages import error_and_code_of
 from tests.helpers.trained import (
     ONE_LEVEL,
     Flat,
@@ -34,64 +29,64 @@ PLAIN = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
 NESTED = {"_target_": f"{Flat.__module__}.Flat", "extra": {"_target_": "torch.nn.GELU"}}
 
 
-def run_of(name: str, spec: Any) -> TrainedRun:
+def run_of(name, spec):
     folder = Path(name) if Path(name).exists() else save_run(Path(name), spec)
     return load_run(folder, device="cpu", trust_code=True)
 
 
-def birds() -> TrainedRun:
+def birds():
     return run_of("birds", spec_of())
 
 
-def load(name: str, checkpoint: str = "best", trust_code: bool = False) -> TrainedRun:
+def load(name, checkpoint="best", trust_code=False):
     return load_run(name, checkpoint=checkpoint, device="cpu", trust_code=trust_code)
 
 
-def checkpoint(name: str, spec: Any = None, state: Any = None, **content: Any) -> TrainedRun:
+def checkpoint(name, spec=None, state=None, **content):
     save_checkpoint(Path(name), spec, state or {}, **content)
     return load(name, trust_code=True)
 
 
-def described(entry: str, trust_code: bool = True) -> TrainedRun:
+def described(entry, trust_code=True):
     save_file({"weight": torch.ones(1)}, "model.safetensors", metadata={"linnaeus": entry})
     return load("model.safetensors", trust_code=trust_code)
 
 
-def written(name: str, text: str = "no checkpoint") -> str:
+def written(name, text="no checkpoint"):
     Path(name).write_text(text)
     return name
 
 
-def named(node: dict[str, Any], trust_code: bool = True) -> TrainedRun:
+def named(node, trust_code=True):
     save_checkpoint(Path("named.pt"), spec_of(node=node), {})
     return load("named.pt", trust_code=trust_code)
 
 
-def tensors() -> TrainedRun:
+def tensors():
     return run_of("tensors", spec_of(is_of_files=False))
 
 
-def untraceable() -> TrainedRun:
+def untraceable():
     node = {"_target_": f"{Untraceable.__module__}.{Untraceable.__name__}"}
     return run_of("own", spec_of(node=node, size=(4, 4)))
 
 
-def other_head() -> TrainedRun:
+def other_head():
     run = run_of("heads", spec_of())
     run.model.heads = nn.Sequential(nn.Linear(4, 2), nn.Linear(4, 5))
     return run
 
 
-levels = functools.partial(predictions_of, sources=range(2), taxonomy=ONE_LEVEL, top=1)
+levels = functools.partial(log_probabilities_of, taxonomy=ONE_LEVEL, are_logs=False)
 
 
-def difference(factor: float, name: str = "a") -> float | None:
+def difference(factor, name="a"):
     expected = torch.tensor([[0.7, 0.2999, 0.0001]])
     outputs = (lambda batch: {name: expected * factor}), (lambda batch: {"a": expected})
     return largest_difference(*outputs, torch.zeros(1, 1), probabilities=True)
 
 
-MISTAKES: dict[str, Callable[[], object]] = {
+MISTAKES = {
     "run is misspelled": lambda: [birds(), load("brids")],
     "no checkpoints": lambda: [Path("empty").mkdir(), load("empty")],
     "no such checkpoint": lambda: [birds(), load("birds", "epoch7.pt")],
@@ -160,7 +155,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
 """By a title: what raises an error."""
 
 
-def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages(golden, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = {title: error_and_code_of(mistake) for title, mistake in MISTAKES.items()}
     found["paths"] = "\n".join(

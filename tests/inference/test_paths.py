@@ -1,14 +1,10 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from linnaeus.inference.paths import Unreadable, problem_of, walk
 
 
 @pytest.fixture
-def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def photos(tmp_path, monkeypatch):
     names = ["b.jpg", "a.PNG", "notes.txt", ".hidden.jpg", "z/c.jpg", "m/n/d.webp", ".cache/e.jpg"]
     for name in [*names, "m[1].jpg"]:
         path = tmp_path / "photos" / name
@@ -18,7 +14,7 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "photos"
 
 
-def test_words_keep_their_order_and_folders_are_walked_by_name(photos: Path) -> None:
+def test_words_keep_their_order_and_folders_are_walked_by_name(photos):
     images = [
         "photos/a.PNG",
         "photos/b.jpg",
@@ -35,7 +31,7 @@ def test_words_keep_their_order_and_folders_are_walked_by_name(photos: Path) -> 
     ]
 
 
-def test_patterns(photos: Path) -> None:
+def test_patterns(photos):
     """A folder that matches comes with all below it, and each file once."""
     assert list(walk(["photos/*.jpg"])) == ["photos/b.jpg", "photos/m[1].jpg"]
     assert list(walk(["photos/**/*.webp"])) == ["photos/m/n/d.webp"]
@@ -44,7 +40,7 @@ def test_patterns(photos: Path) -> None:
     assert list(walk(["photos/**/m"])) == list(walk(["photos/**/n"])) == ["photos/m/n/d.webp"]
 
 
-def test_words_without_an_image_are_problems(photos: Path) -> None:
+def test_words_without_an_image_are_problems(photos):
     (photos / "empty").mkdir()
     for word in (
         "photos",
@@ -59,7 +55,7 @@ def test_words_without_an_image_are_problems(photos: Path) -> None:
         assert problem_of(word)
 
 
-def test_loops_of_links_end(photos: Path) -> None:
+def test_loops_of_links_end(photos):
     (photos / "z" / "up").symlink_to(photos)
     found = list(walk(["photos/z"]))
     assert sum(isinstance(path, Unreadable) for path in found) == 1

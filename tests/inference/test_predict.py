@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -20,32 +17,30 @@ from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.inference import predictor
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import predictions_of
-from linnaeus.inference.trained import TrainedRun, load_run
+from linnaeus.inference.trained import load_run
 from linnaeus.runtime.errors import DataError, OutOfMemoryError
 from linnaeus.training.step import ValidationStep
 from tests.helpers.trained import BIRDS, ONE_LEVEL, picture, save_run, spec_of, write_images
 
 
 @pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+def birds(tmp_path_factory):
     return load_run(save_run(tmp_path_factory.mktemp("runs") / "birds", spec_of()), device="cpu")
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def photos(tmp_path_factory):
     return write_images(tmp_path_factory.mktemp("photos"), 7)
 
 
-def test_predictions_are_those_of_validation_bit_for_bit(
-    birds: TrainedRun, photos: list[Path]
-) -> None:
+def test_predictions_are_those_of_validation_bit_for_bit(birds, photos):
     found = birds.predict(photos, batch_size=3)
     assert [prediction.source for prediction in found] == [str(path) for path in photos]
     preprocessing = birds.spec.preprocessing
     assert preprocessing is not None
     targets = torch.zeros(len(photos), len(birds.classes), dtype=torch.int64)
     dataset = ImageFiles(Path(), list(map(str, photos)), targets, 3, preprocessing.transform())
-    outputs: list[Any] = []
+    outputs = []
     step = ValidationStep(
         birds.model,
         lambda *_: torch.zeros(()),
@@ -65,7 +60,7 @@ def test_predictions_are_those_of_validation_bit_for_bit(
             )
 
 
-def test_the_batch_size_does_not_change_predictions(birds: TrainedRun, photos: list[Path]) -> None:
+def test_the_batch_size_does_not_change_predictions(birds, photos):
     expected = birds.predict(photos, batch_size=7)
     assert len({str(prediction.levels) for prediction in expected}) == 7, "images differ"
     for size in (1, 2):
@@ -75,7 +70,7 @@ def test_the_batch_size_does_not_change_predictions(birds: TrainedRun, photos: l
                 assert dict(found.levels[level]) == pytest.approx(dict(classes), rel=1e-5)
 
 
-def test_every_form_of_an_image(birds: TrainedRun, photos: list[Path], tmp_path: Path) -> None:
+def test_every_form_of_an_image(birds, photos, tmp_path):
     image = picture(0)
     array = np.asarray(image)
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
@@ -101,19 +96,18 @@ def test_every_form_of_an_image(birds: TrainedRun, photos: list[Path], tmp_path:
         birds.predict(late)
 
 
-def test_a_fault_of_the_program_is_no_unreadable_image(
-    birds: TrainedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing = birds.predictor(batch_size=2, num_workers=0)
+def test_a_fault_of_the_program_is_no_unreadable_image(birds, monkeypatch):
+    failing = predictor.Predictor([birds], batch_size=2, num_workers=0)
     errors = RuntimeError("no size"), TypeError("x"), torch.OutOfMemoryError("x")
-    monkeypatch.setattr(failing.reader, "_transform", Mock(side_effect=errors))
+    (reader,) = failing._readers.values()
+    monkeypatch.setattr(reader, "_transform", Mock(side_effect=errors))
     assert [type(found) for found in failing.run([picture(0)])] == [Unreadable]
     for error in errors[1:]:
         with pytest.raises(type(error)):
             list(failing.run([picture(0)]))
 
 
-def test_top_and_texts(birds: TrainedRun, photos: list[Path]) -> None:
+def test_top_and_texts(birds, photos):
     (found,) = birds.predict(photos[0], top=2, path=True)
     assert {level: len(classes) for level, classes in found.levels.items()} == {
         "order": 2,
@@ -124,10 +118,8 @@ def test_top_and_texts(birds: TrainedRun, photos: list[Path]) -> None:
     assert len(birds.predict(photos[0], top=9)[0].levels["species"]) == 5
     with pytest.raises(ValueError, match="1"):
         birds.predict(photos[0], top=0)
-    with pytest.raises(TypeError, match=r"^batch_size .* 2\.5"):
-        birds.predict(photos[0], batch_size=2.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"images .* None"):
-        birds.predict(None)  # type: ignore[arg-type]
+        birds.predict(None)
     assert birds.predict([]) == []
 
 
@@ -140,10 +132,12 @@ PARTLY_KNOWN = Taxonomy(
 @pytest.mark.parametrize(
     "taxonomy", [BIRDS, PARTLY_KNOWN, ONE_LEVEL], ids=["birds", "partly known", "one level"]
 )
-def test_the_path_is_the_best_of_all_paths(taxonomy: Taxonomy) -> None:
+def test_the_path_is_the_best_of_all_paths(taxonomy):
     torch.manual_seed(0)
     logits = tuple(2 * torch.randn(40, len(level.classes)) for level in taxonomy.levels)
-    found = predictions_of(logits, range(40), taxonomy, top=1, path=True)
+    found = predictions_of(
+        [level.log_softmax(1) for level in logits], range(40), taxonomy, top=1, path=True
+    )
     probabilities = [level.softmax(1) for level in logits]
     paths = [
         path
@@ -170,7 +164,7 @@ def test_the_path_is_the_best_of_all_paths(taxonomy: Taxonomy) -> None:
     assert (num_different > 0) == (len(taxonomy.levels) > 1)
 
 
-def test_a_marginal_head_predicts_its_own_probabilities(tmp_path: Path) -> None:
+def test_a_marginal_head_predicts_its_own_probabilities(tmp_path):
     """A class without a known parent and classes without children: no level adds up to 1."""
     spec = spec_of(taxonomy=PARTLY_KNOWN, HEAD="marginal")
     run = load_run(save_run(tmp_path / "run", spec, seed=1), device="cpu")
@@ -196,7 +190,7 @@ def test_a_marginal_head_predicts_its_own_probabilities(tmp_path: Path) -> None:
     assert num_other > 0, "a softmax would give something else"
 
 
-def test_a_run_on_tensors_takes_tensors(tmp_path: Path) -> None:
+def test_a_run_on_tensors_takes_tensors(tmp_path):
     run = load_run(save_run(tmp_path / "tensors", spec_of(is_of_files=False)), device="cpu")
     inputs = torch.randn(2, 3, 32, 32)
     found = run.predict(inputs)
@@ -206,12 +200,10 @@ def test_a_run_on_tensors_takes_tensors(tmp_path: Path) -> None:
     )
 
 
-def test_a_batch_that_does_not_fit_is_halved(
-    birds: TrainedRun, photos: list[Path], caplog: Any
-) -> None:
+def test_a_batch_that_does_not_fit_is_halved(birds, photos, caplog):
     sizes = []
 
-    def model(images: torch.Tensor) -> Any:
+    def model(images):
         sizes.append(len(images))
         if len(images) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
@@ -231,9 +223,7 @@ def test_a_batch_that_does_not_fit_is_halved(
     assert failing.call_count == 1
 
 
-def test_the_batch_size_is_searched_for_once_and_only_for_many(
-    birds: TrainedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batch_size_is_searched_for_once_and_only_for_many(birds, monkeypatch):
     run = replace(birds)
     search = Mock(side_effect=predictor.auto_find_batch_size)
     monkeypatch.setattr(predictor, "auto_find_batch_size", search)
@@ -247,9 +237,9 @@ def test_the_batch_size_is_searched_for_once_and_only_for_many(
     assert torch.equal(before, rng_state(torch.device("cpu"))["torch"])
 
 
-def test_images_are_taken_as_they_are_needed(birds: TrainedRun) -> None:
+def test_images_are_taken_as_they_are_needed(birds):
     taken = itertools.count()
     stream = birds.stream((picture(number % 5, (8, 8)) for number in taken), batch_size=4)
     assert len(list(itertools.islice(stream, 50))) == 50
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert next(taken) < 50 + 60

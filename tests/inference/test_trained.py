@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,16 +7,16 @@ from tests.helpers.trained import BIRDS, randomise, save_checkpoint, save_run, s
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return save_run(tmp_path_factory.mktemp("runs") / "birds", spec_of())
 
 
-def first_weight(path: Path, **arguments: str) -> float:
+def first_weight(path, **arguments):
     parameter = next(load_run(path, device="cpu", **arguments).model.parameters())
     return float(parameter.detach().flatten()[0])
 
 
-def test_best_last_and_files_are_found(folder: Path) -> None:
+def test_best_last_and_files_are_found(folder):
     best, last = first_weight(folder), first_weight(folder, checkpoint="last")
     assert best != last
     assert first_weight(folder, checkpoint="best.pt") == best
@@ -29,7 +25,7 @@ def test_best_last_and_files_are_found(folder: Path) -> None:
     assert first_weight(folder, checkpoint=str(folder / "checkpoints" / "last.pt")) == last
 
 
-def test_what_a_run_offers(folder: Path) -> None:
+def test_what_a_run_offers(folder):
     before = torch.get_rng_state()
     run = linnaeus.load_run(folder, device="cpu")
     assert torch.equal(torch.get_rng_state(), before), "random generators are left alone"
@@ -42,7 +38,7 @@ def test_what_a_run_offers(folder: Path) -> None:
     assert "crop_fraction=0.9" in repr(run.transform)
 
 
-def test_a_moved_folder_and_a_checkpoint_alone(tmp_path: Path) -> None:
+def test_a_moved_folder_and_a_checkpoint_alone(tmp_path):
     folder = save_run(tmp_path / "runs" / "a", spec_of())
     expected = first_weight(folder)
     moved = folder.rename(tmp_path / "elsewhere")
@@ -53,7 +49,7 @@ def test_a_moved_folder_and_a_checkpoint_alone(tmp_path: Path) -> None:
     assert load_run(alone, device="cpu").folder is None
 
 
-def test_the_average_of_the_weights_is_preferred(tmp_path: Path) -> None:
+def test_the_average_of_the_weights_is_preferred(tmp_path):
     spec = spec_of()
     states = []
     for seed in range(2):

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from PIL import Image
 from torch import Tensor
 
-from linnaeus.cli.plots import draw_images
+from linnaeus.data.contact_sheet import NUM_PICTURES, draw_contact_sheet
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.runtime.files import not_written, write_atomically
-
-NUM_WORST = 36
-"""Images on the contact sheet."""
 
 
 def sample_table(
@@ -49,7 +47,7 @@ def write_samples(table: pd.DataFrame, taxonomy: Taxonomy, path: Path) -> Path:
     except OSError as error:
         raise not_written(path, error) from error
     sheet, finest = path.with_name("worst.png"), taxonomy.levels[-1].name
-    worst = table.head(NUM_WORST)
+    worst = table.head(NUM_PICTURES)
     captions = [
         f"{label or 'unknown'}\npredicted {predicted} ({probability:.0%})"
         for label, predicted, probability in zip(
@@ -59,5 +57,6 @@ def write_samples(table: pd.DataFrame, taxonomy: Taxonomy, path: Path) -> Path:
             strict=True,
         )
     ]
-    draw_images(worst["path"], captions, f"highest loss: {path.name}", sheet)
+    pictures = (Image.open(image).convert("RGB") for image in worst["path"])
+    draw_contact_sheet(pictures, captions, f"highest loss: {path.name}", sheet)
     return sheet

@@ -64,7 +64,9 @@ def check_onnx_is_there() -> None:
         )
 
 
-def write_onnx(program: ExportedProgram, description: dict[str, Any], file: Path) -> Model:
+def write_onnx(
+    program: ExportedProgram, description: dict[str, Any], file: Path, opset: int | None = None
+) -> Model:
     """Write an ONNX file and read it back, into onnxruntime on the CPU.
 
     Weights above 2 GB go to a second file beside it.
@@ -74,17 +76,20 @@ def write_onnx(program: ExportedProgram, description: dict[str, Any], file: Path
     """
     import onnxruntime
 
-    exporter_logger = logging.getLogger("torch.onnx")
-    log_level = exporter_logger.level
-    exporter_logger.setLevel(logging.ERROR)  # it reports progress, and warns of its own parts
+    # They report progress, warn of their own parts, and print tracebacks.
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             exported = torch.onnx.export(
                 program,
                 dynamo=True,
                 input_names=[description["input"]["name"]],
                 verbose=False,
+                opset_version=opset,
+                dynamic_shapes={"images": {0: "batch"}},  # the name of the axis
                 output_names=program.call_spec.out_spec.context,  # the keys of the outputs
             )
     except Exception as error:  # whatever the exporter meets
@@ -93,8 +98,14 @@ def write_onnx(program: ExportedProgram, description: dict[str, Any], file: Path
             "--format torch-export or safetensors may do"
         ) from error
     finally:
-        exporter_logger.setLevel(log_level)
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
     assert exported is not None
+    written = exported.model.opset_imports[""]
+    if opset not in (None, written):
+        raise LinnaeusError(
+            f"--opset {opset}: the exporter cannot write it for this model, but {written}; leave it out"
+        )
     exported.model.metadata_props[KEY] = json.dumps(description, ensure_ascii=False)
     exported.save(file)
     try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import LoraConfig
 from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.inference.export import FORMATS, OUTPUTS, formats
-from linnaeus.inference.export.check import Model, Samples, largest_difference, samples_of
+from linnaeus.inference.export.check import Model, largest_difference, samples_of
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.models.lora import merged_weights
 from linnaeus.runtime.errors import ConfigError, DataError, LinnaeusError, first_line
@@ -63,6 +64,9 @@ def export_run(
     outputs: str = "probabilities",
     level: str | None = None,
     images: Iterable[str] = (),
+    opset: int | None = None,
+    half: bool = False,
+    preprocessing: bool = False,
 ) -> Exported:
     """Write a run's model for other programs.
 
@@ -74,7 +78,11 @@ def export_run(
         outputs: `probabilities` or `logits`, for ONNX and torch.export; in place of logits, a marginal head
             gives log-probabilities.
         level: whose head becomes timm's classifier; None is the finest.
-        images: files, folders and patterns to check the result on; none takes some of the run's dataset.
+        images: files, folders and patterns to check the result on; none takes some of the validation split.
+        opset: version of ONNX's operators; None is the exporter's own.
+        half: weights and arithmetic in float16, for ONNX and torch.export; inputs and outputs stay as they
+            are.
+        preprocessing: take uint8 pixels, and normalise them in the graph, for ONNX and torch.export.
 
     Raises:
         ConfigError: an argument that cannot be used, or a package that is missing.
@@ -86,6 +94,19 @@ def export_run(
             raise ConfigError(f"{name}: {value!r} is none of {', '.join(choices)}")
     if level is not None and format != "timm":
         raise ConfigError("--level: only timm takes a single level; other formats hold all of them")
+    if opset is not None and format != "onnx":
+        raise ConfigError("--opset: is of ONNX; leave it out, or give --format onnx")
+    is_program = format in ("onnx", "torch-export")
+    for name, is_given in (("--half", half), ("--preprocessing", preprocessing)):
+        if is_given and not is_program:
+            raise ConfigError(
+                f"{name}: changes the computation; give --format onnx or torch-export"
+            )
+    if preprocessing and (outputs == "logits" or not run.classes or run.spec.preprocessing is None):
+        reason = "gives probabilities; leave out --outputs logits"
+        if outputs != "logits":
+            reason = "needs a run on images with classes; leave it out"
+        raise ConfigError(f"--preprocessing: {reason}")
     if output is None:
         output = (run.folder or run.checkpoint.parent) / "export" / NAMES[format]
     path = Path(output)
@@ -100,7 +121,7 @@ def export_run(
             f"have: {', '.join(run.spec.nested_targets())}; use --format onnx or torch-export"
         )
     chosen = formats.check_level(run, level) if format == "timm" else ""
-    kind = outputs if format in ("onnx", "torch-export") and run.classes else "logits"
+    kind = outputs if is_program and run.classes else "logits"
     try:
         samples = samples_of(run, images)
     except DataError:
@@ -110,7 +131,13 @@ def export_run(
     reference = _reference(run, kind)
     run = _merged(run)
     with _appearing(path, is_folder=format == "timm") as temporary:
-        model = _write(run, format, temporary, samples, kind, chosen)
+        if is_program:
+            assert samples is not None
+            model = _write_program(
+                run, format, temporary, samples.inputs, kind, opset, half, preprocessing
+            )
+        else:
+            model = _write(run, format, temporary, kind, chosen)
         difference = None
         if samples is not None:
             difference = largest_difference(
@@ -118,6 +145,7 @@ def export_run(
                 (lambda inputs: {chosen: reference(inputs)[chosen]}) if chosen else reference,
                 samples.inputs,
                 probabilities=kind == "probabilities",
+                half=half,
             )
         num_bytes = sum(
             file.stat().st_size for file in temporary.parent.rglob("*") if file.is_file()
@@ -126,29 +154,42 @@ def export_run(
     return Exported(path, num_bytes, origin, difference, kind)
 
 
-def _write(
-    run: TrainedRun, format: str, path: Path, samples: Samples | None, kind: str, level: str
-) -> Model:
-    """Write the temporary file or folder, and read it back as a model."""
+def _write(run: TrainedRun, format: str, path: Path, kind: str, level: str) -> Model:
+    """Write the weights to a temporary file or folder, and read them back as a model."""
     if format == "timm":
         return formats.write_timm(run, describe(run, None), path, level)
-    if format == "safetensors":
-        formats.write_safetensors(run.model.state_dict(), describe(run, None), path)
-        again = load_run(path, device="cpu", trust_code=run.trust_code)
-        others = again.model.state_dict()
-        for name, tensor in run.model.state_dict().items():
-            if not torch.equal(tensor.cpu(), others[name]):
-                raise LinnaeusError(
-                    f"the exported file does not hold the run's weights: {name!r} differs"
-                )
-        return _reference(again, kind)
-    assert samples is not None
-    example = samples.inputs[:2].to(run.device)
+    formats.write_safetensors(run.model.state_dict(), describe(run, None), path)
+    again = load_run(path, device="cpu", trust_code=run.trust_code)
+    others = again.model.state_dict()
+    for name, tensor in run.model.state_dict().items():
+        if not torch.equal(tensor.cpu(), others[name]):
+            raise LinnaeusError(
+                f"the exported file does not hold the run's weights: {name!r} differs"
+            )
+    return _reference(again, kind)
+
+
+def _write_program(
+    run: TrainedRun,
+    format: str,
+    path: Path,
+    inputs: Tensor,
+    kind: str,
+    opset: int | None,
+    half: bool,
+    preprocessing: bool,
+) -> Model:
+    """Write the computation to a temporary file, and read it back as a model of normalised inputs."""
+    look = run.spec.preprocessing if preprocessing else None
+    prepare: Callable[[Tensor], Tensor] = look.pixels if look is not None else lambda images: images
+    module = ExportModule(
+        run, kind, half=half, normalise=None if look is None else look.normalise()
+    )
     try:
         with torch.no_grad():
             program = torch.export.export(
-                ExportModule(run, kind).eval(),
-                (example,),
+                module.eval(),
+                (prepare(inputs[:2]).to(run.device),),
                 dynamic_shapes={"images": {0: Dim("batch")}},
             )
     except Exception as error:  # whatever a user's model does
@@ -157,11 +198,12 @@ def _write(
             "--format safetensors exports its weights"
         ) from error
     is_log = kind == "logits" and gives_log_probabilities(run.model)
-    description = describe(run, "log-probabilities" if is_log else kind)
+    description = describe(run, "log-probabilities" if is_log else kind, normalises=preprocessing)
     if format == "onnx":
-        return formats.write_onnx(program, description, path)
+        written = formats.write_onnx(program, description, path, opset)
+        return lambda inputs: written(prepare(inputs))
     on_device = formats.write_program(program, description, path)
-    return lambda inputs: on_device(inputs.to(run.device))
+    return lambda inputs: on_device(prepare(inputs).to(run.device))
 
 
 class ExportModule(nn.Module):
@@ -170,11 +212,21 @@ class ExportModule(nn.Module):
     Args:
         run: without classes, its outputs are the model's own.
         kind: `probabilities`, or `logits` for the model's own logits or log-probabilities.
+        half: compute in float16; outputs are float32.
+        normalise: of pixels, which the module then takes.
     """
 
-    def __init__(self, run: TrainedRun, kind: str) -> None:
+    def __init__(
+        self,
+        run: TrainedRun,
+        kind: str,
+        *,
+        half: bool = False,
+        normalise: nn.Module | None = None,
+    ) -> None:
         super().__init__()
-        self.model = run.model
+        self.model = copy.deepcopy(run.model).half() if half else run.model
+        self._half, self._normalise = half, normalise
         self._names = tuple(run.classes)
         self._kind = kind
         self._are_logs = gives_log_probabilities(run.model)
@@ -182,17 +234,22 @@ class ExportModule(nn.Module):
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """{name of the level: [B, classes]} of images [B, C, H, W]."""
-        outputs = self.model(images)
-        if not self._names:
-            if isinstance(outputs, Tensor):
-                return {"output": outputs}
-            named = outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs)
-            return {f"output_{name}": output for name, output in named}
-        logits = dict(zip(self._names, logits_per_level(outputs, self._names), strict=True))
+        if self._normalise is not None:
+            images = self._normalise(images)
+        outputs = self.model(images.half() if self._half else images)
+        named: Iterable[tuple[Any, Tensor]]
+        if self._names:
+            named = zip(self._names, logits_per_level(outputs, self._names), strict=True)
+        elif isinstance(outputs, Tensor):
+            named = [("output", outputs)]
+        else:
+            pairs = outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs)
+            named = ((f"output_{name}", output) for name, output in pairs)
+        found = {name: output.float() if self._half else output for name, output in named}
         if self._kind == "logits":
-            return logits
+            return found
         kind = {"are_logs": self._are_logs, "is_multilabel": self._is_multilabel}
-        return {name: log_probabilities(each, **kind).exp() for name, each in logits.items()}
+        return {name: log_probabilities(each, **kind).exp() for name, each in found.items()}
 
 
 def _merged(run: TrainedRun) -> TrainedRun:
@@ -220,7 +277,7 @@ def _reference(run: TrainedRun, kind: str) -> Model:
     return outputs
 
 
-def describe(run: TrainedRun, outputs: str | None) -> dict[str, Any]:
+def describe(run: TrainedRun, outputs: str | None, *, normalises: bool = False) -> dict[str, Any]:
     """Classes, taxonomy, input and architecture, as plain values; of weights also how the run computes.
 
     Unknown parents are None in `levels`, which is for other programs, and -1 in `spec`, which is what a
@@ -229,6 +286,7 @@ def describe(run: TrainedRun, outputs: str | None) -> dict[str, Any]:
     Args:
         run: the run.
         outputs: `probabilities`, `logits` or `log-probabilities`; None where the file holds weights alone.
+        normalises: whether the file takes pixels, and normalises them.
     """
     spec, preprocessing, taxonomy = run.spec, run.spec.preprocessing, run.taxonomy
     height, width = spec.img_size or (None, None)
@@ -240,8 +298,9 @@ def describe(run: TrainedRun, outputs: str | None) -> dict[str, Any]:
             "channels": spec.in_chans,
             "height": height,
             "width": width,
-            "mean": preprocessing and list(preprocessing.mean),
-            "std": preprocessing and list(preprocessing.std),
+            "dtype": "uint8" if normalises else "float32",
+            "mean": None if normalises else preprocessing and list(preprocessing.mean),
+            "std": None if normalises else preprocessing and list(preprocessing.std),
             "crop_fraction": preprocessing and preprocessing.crop_fraction,
             "interpolation": preprocessing and preprocessing.interpolation,
             "resize": preprocessing and preprocessing.resize,

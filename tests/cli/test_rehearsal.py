@@ -1,0 +1,98 @@
+"""What training would see and do, before it: the contact sheet and the dry run."""
+
+import json
+import shlex
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.helpers.runs import SMALL
+
+AUTOBATCH = "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16"
+
+
+def files(folder):
+    """Each file and folder below, with the time when a file changed."""
+    paths = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
+    return {name: path.is_file() and path.stat().st_mtime_ns for name, path in paths.items()}
+
+
+def test_a_preview_draws_samples_and_trains_nothing(run, tmp_path):
+    outcome = run("train", *SMALL, "--preview", "samples.png")
+    assert outcome.code == 0, outcome.err
+    with Image.open(tmp_path / "samples.png") as picture:
+        assert picture.width > 1000 < picture.height
+    assert [*files(tmp_path)] == ["samples.png"]
+
+
+def test_a_preview_shows_the_colours_of_the_images(run, tmp_path):
+    for name, color in (("owl", "red"), ("tit", "blue")):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for number in range(6):
+            Image.new("RGB", (32, 32), color).save(tmp_path / "data" / name / f"{number}.png")
+    argv = (*SMALL, "DATA.DATASET.NAME=imagefolder", "DATA.DATASET.ROOT=data")
+    outcome = run("train", *argv, "~DATA.DATASET.NUM_CLASSES", "--preview", "samples.png")
+    assert outcome.code == 0, outcome.err
+    with Image.open(tmp_path / "samples.png") as picture:
+        colors = {tuple(each) for each in np.asarray(picture.convert("RGB")).reshape(-1, 3)}
+    assert {(255, 0, 0), (0, 0, 255)} <= {tuple(map(int, each)) for each in colors}
+
+
+@pytest.mark.parametrize("file", ["samples.pdf", "missing/samples.png"])
+def test_a_preview_that_cannot_be_written(run, file):
+    outcome = run("train", *SMALL, "--preview", file)
+    assert (outcome.code, "--preview" in outcome.err) == (2, True)
+
+
+def test_a_preview_is_for_images(run, tmp_path):
+    points = ("DATA.DATASET._target_=tests.cli.tiny.Points", "EXPERIMENT.DEVICE=cpu")
+    outcome = run("train", *points, "--preview", "samples.png")
+    assert (outcome.code, "--preview" in outcome.err) == (2, True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("autobatch", [(), AUTOBATCH])
+def test_a_dry_run_leaves_nothing(run, tmp_path, autobatch):
+    outcome = run("train", *SMALL, *autobatch, "--dry-run")
+    assert (outcome.code, files(tmp_path)) == (0, {}), outcome.err
+    assert outcome.err.count("dry run") + outcome.out.count("dry run") == 2
+
+
+def test_a_dry_run_leaves_an_earlier_run_as_it_is(run, tmp_path):
+    assert run("train", *SMALL, "TRAIN.EPOCHS=1").code == 0
+    folder = tmp_path / "runs" / "small"
+    with Image.open(folder / "logs" / "samples.png") as picture:
+        assert picture.width > 1000
+    before = files(tmp_path)
+    for more in ((), ("TRAIN.AUTO_RESUME=True",)):
+        outcome = run("train", *SMALL, *more, "--dry-run")
+        assert outcome.code == 0, outcome.err
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("mistake", "code"),
+    [
+        ("OPTIMIZER.LR=fast", 2),
+        ("DATA.DATASET.NAME=imagefolder", 2),
+        ("EXPERIMENT.OUTPUT_DIR=/dev/null/x", 2),
+        ("TRAIN.CALLBACKS=[{_target_: tests.cli.tiny.Missing}]", 2),
+    ],
+)
+def test_a_mistake_ends_a_dry_run_as_it_ends_training(run, tmp_path, mistake, code):
+    wet, dry = run("train", *SMALL, mistake), run("train", *SMALL, mistake, "--dry-run")
+    assert (dry.code, dry.err.splitlines()[-1]) == (code, wet.err.splitlines()[-1])
+    assert not files(tmp_path)
+
+
+def test_a_run_among_the_words_is_resumed_by_the_command_shown(run, tmp_path):
+    assert run("train", *SMALL, "TRAIN.EPOCHS=1").code == 0
+    (tmp_path / "runs" / "small").rename(tmp_path / "old run")
+    outcome = run("train", "old run")
+    assert outcome.code == 2
+    (line,) = (line for line in outcome.err.splitlines() if "AUTO_RESUME" in line)
+    outcome = run(*shlex.split(line.partition("run: linnaeus ")[2]), "TRAIN.EPOCHS=2")
+    assert outcome.code == 0, outcome.err
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == []
+    assert json.loads((tmp_path / "old run" / "result.json").read_text())["best_epoch"] in (1, 2)
