@@ -53,6 +53,11 @@ def cell(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
+def shortened(text: str, most: int) -> str:
+    """A text of at most so many letters, cut in its middle."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 + 1 :]}"
+
+
 def table(
     title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()
 ) -> Table:
@@ -62,7 +67,8 @@ def table(
     table = Table(title=title, title_justify="left")
     for heading in headings:
         is_text = heading in left
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+        justify: Any = "left" if is_text else "right"
+        table.add_column(heading, justify=justify, no_wrap=not is_text, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -216,7 +216,7 @@ def of_runs() -> dict[str, str]:
         )
     )
     console, output = plain_console()
-    console.print(found.table(), *found.sentences(), sep="\n", soft_wrap=True)
+    console.print(found.table(console), *found.sentences(), sep="\n", soft_wrap=True)
     return {
         "runs side by side": output.getvalue(),
         "a metric that no run has": str(

