@@ -1,13 +1,8 @@
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import socket
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from linnaeus.cli import compare, export, predict, sweep, train, work
 from linnaeus.cli.evaluate import options as evaluate
@@ -17,10 +12,10 @@ from linnaeus.cli.runs import compared, read_run
 from linnaeus.runtime.run_folder import Claim, Holder, State
 from linnaeus.sweep.worker import _reason
 from tests.helpers.consoles import plain_console
-from tests.helpers.messages import Golden, error_of
+from tests.helpers.messages import error_of
 from tests.helpers.run_files import write_run, write_validations
 
-LINES: dict[str, tuple[Any, list[str]]] = {
+LINES = {
     "the run of evaluate": (evaluate, ["DATA.BATCH_SIZE_VAL=3"]),
     "a checkpoint of a checkpoint": (
         evaluate,
@@ -176,7 +171,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
 }
 
 
-def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages(golden, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
     Path("folder.png").mkdir()
@@ -192,14 +187,14 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     golden("cli", said, folder=tmp_path)
 
 
-def evaluations() -> dict[str, str]:
+def evaluations():
     metrics = {"loss": 1.5, "top1/a": 0.5}
     others = ({**metrics}, {"loss": 1.5, "consistent": 1.0}, {"loss": 1.25, "top1/a": 0.5})
     sentences = [logged_sentence(logged, metrics) for logged in others]
     return {"figures beside those of training": "\n".join(sentences)}
 
 
-def of_runs() -> dict[str, str]:
+def of_runs():
     write_run(Path("runs/failed"), finished=False, checkpoint=False)
     ended = {"exit_code": 1, "reason": "no such model"}
     Path("runs/failed/run.json").write_text(json.dumps({"ended": ended}))
@@ -226,7 +221,7 @@ def of_runs() -> dict[str, str]:
     }
 
 
-def of_sweeps() -> dict[str, str]:
+def of_sweeps():
     """Of runs that were killed, or failed, in a sweep."""
     said = dict[str, str]()
     claim = Claim(Path("runs/killed"))

@@ -1,7 +1,5 @@
 """The torchrun of the launchers: what somebody has stopped ends without a traceback, what fails as ever."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 
@@ -29,7 +27,7 @@ pathlib.Path("saved").touch()
 """Fails without an argument; with `waits` it ends with SIGTERM, with `saves` 35 s later."""
 
 
-def run(module: str, folder: Path, *words: str, timeout: float = 50) -> tuple[int, str]:
+def run(module, folder, *words, timeout=50):
     """The exit code and the output of the program, which is stopped as soon as it says that it has begun."""
     (folder / "program.py").write_text(PROGRAM)
     command = ["-m", module, "--standalone", "--nproc-per-node=1", "program.py", *words]
@@ -43,14 +41,14 @@ def run(module: str, folder: Path, *words: str, timeout: float = 50) -> tuple[in
     return process.wait(timeout), (folder / "log.txt").read_text()
 
 
-def test_a_run_that_is_stopped_ends_without_a_traceback(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_ends_without_a_traceback(tmp_path):
     code, said = run(torchrun.__name__, tmp_path, "waits")
     assert code == 128 + signal.SIGTERM, said
     assert "Traceback" not in said
 
 
 @pytest.mark.e2e
-def test_a_run_that_fails_is_told_as_ever(tmp_path: Path) -> None:
+def test_a_run_that_fails_is_told_as_ever(tmp_path):
     code, said = run(torchrun.__name__, tmp_path)
     assert code == 1
     assert "ChildFailedError" in said
@@ -61,8 +59,6 @@ def test_a_run_that_fails_is_told_as_ever(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "saved"), [(torchrun.__name__, True), ("torch.distributed.run", False)]
 )
-def test_a_checkpoint_may_take_longer_than_torchruns_own_30_s(
-    module: str, saved: bool, tmp_path: Path
-) -> None:
+def test_a_checkpoint_may_take_longer_than_torchruns_own_30_s(module, saved, tmp_path):
     _, said = run(module, tmp_path, "saves", timeout=100)
     assert (tmp_path / "saved").exists() == saved, said

@@ -46,8 +46,8 @@ table for GPUs that need not be there. --lr trains for a hundred steps and sugge
 """
 DETAILS = """\
 Only the training and validation steps are timed: loading and the exchange between processes come on top.
-Overrides are those of training (`linnaeus train --help`). An option that sets a key is another way to type it: the
-one further right wins, and the sizes of validation follow as in a run.
+Overrides are those of training (`linnaeus train --help`). Of an option and an override that set the same key,
+the one further right wins; the sizes of validation follow as in a run.
 
 examples:
   linnaeus analyze --cfg my_exp.yaml --fractions 0.6,0.8 --modes train,val
