@@ -20,7 +20,6 @@ import yaml
 from rich.cells import cell_len
 
 from linnaeus.cli.tables import cell, shortened, table
-from linnaeus.config.aliases import renamed
 from linnaeus.config.dump import PLAN
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.metrics import larger_is_better, score
@@ -474,7 +473,7 @@ def _config(
         if not isinstance(content, dict):
             raise ValueError("it holds no keys")
         plan = content.pop(PLAN, None)
-        config = flattened(renamed(content))
+        config = flattened(content)
         if plan is None:  # a size that is searched is not found yet
             config = {k: value for k, value in config.items() if not _is_searched(config, k)}
         json.dumps(config, sort_keys=True, default=str)  # as values are compared

@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-from linnaeus.config.aliases import renamed
 from linnaeus.config.dump import to_yaml
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
@@ -270,9 +269,7 @@ def _is_same(text: str, other: str) -> bool:
         return True
     ignored = dict.fromkeys(NOT_SWEPT)
     defaults = flattened(yaml.safe_load(to_yaml(Config())))
-    mine, others = (
-        defaults | flattened(renamed(yaml.safe_load(one))) | ignored for one in (text, other)
-    )
+    mine, others = (defaults | flattened(yaml.safe_load(one)) | ignored for one in (text, other))
     return bool(mine == others)
 
 

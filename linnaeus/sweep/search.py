@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnaeus.config.dump import to_yaml, with_new_names
+from linnaeus.config.dump import to_yaml
 from linnaeus.metrics import score
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import STUDY
@@ -82,7 +82,7 @@ class Study:
             ConfigError: a file has changed since the search began.
         """
         corner = plan_run(next(self.space.corners()))
-        if to_yaml(corner) != with_new_names(self.sweep.runs[0]["config"]):
+        if to_yaml(corner) != self.sweep.runs[0]["config"]:
             raise ConfigError(
                 f"EXPERIMENT.NAME: {self.sweep.folder}: the configuration has changed since this search "
                 "began, and a search cannot mix the results of two; give the new one another name"

@@ -15,7 +15,6 @@ from types import FrameType
 
 import psutil
 
-from linnaeus.config.dump import with_new_names
 from linnaeus.runtime.errors import EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.runtime.files import (
     AUTOBATCH,
@@ -236,7 +235,7 @@ class Worker:
         except ConfigError as error:
             claim.end(error.exit_code, "; ".join(error.problems))
             return
-        write_text_atomically(folder / ASKED, with_new_names(text))
+        write_text_atomically(folder / ASKED, text)
         if trial is not None:
             env[TRIAL] = f"{self._sweep.folder}:{trial}"
         where = [f"EXPERIMENT.OUTPUT_DIR={self._sweep.folder}", f"EXPERIMENT.NAME={folder.name}"]

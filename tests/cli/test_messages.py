@@ -6,7 +6,6 @@ from pathlib import Path
 
 from linnaeus.cli import compare, export, predict, sweep, train, work
 from linnaeus.cli.evaluate import options as evaluate
-from linnaeus.cli.evaluate.report import logged_sentence
 from linnaeus.cli.runs import Row as RunRow
 from linnaeus.cli.runs import compared, read_run
 from linnaeus.runtime.run_folder import Claim, Holder, State
@@ -181,17 +180,9 @@ def test_messages(golden, tmp_path, monkeypatch):
     Path("runs/damaged/sweep.json").touch()
     sweep.read(["EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,2"])[1].write()  # type: ignore[union-attr]
     said = {title: error_of(module.read, argv) for title, (module, argv) in LINES.items()}
-    said |= evaluations()
     said |= of_runs()
     said |= of_sweeps()
     golden("cli", said, folder=tmp_path)
-
-
-def evaluations():
-    metrics = {"loss": 1.5, "top1/a": 0.5}
-    others = ({**metrics}, {"loss": 1.5, "consistent": 1.0}, {"loss": 1.25, "top1/a": 0.5})
-    sentences = [logged_sentence(logged, metrics) for logged in others]
-    return {"figures beside those of training": "\n".join(sentences)}
 
 
 def of_runs():

@@ -13,7 +13,6 @@ import psutil
 import pytest
 import yaml
 
-from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.run_folder import CLAIMS, OUTPUT, Claim, Holder, LostFolderError, read_state
 from linnaeus.sweep.folder import Sweep
 from linnaeus.sweep.worker import Child
@@ -135,21 +134,6 @@ def test_a_sweep_is_known_by_its_file(tmp_path, run):
     (renamed / "sweep.json").unlink()
     refused = run("sweep", *TINY, "EXPERIMENT.SEED=0,1", "EXPERIMENT.NAME=renamed")
     assert (refused.code, "sweep.json" in refused.err) == (2, True)
-
-
-def test_a_sweep_of_an_older_version_is_the_same_sweep(tmp_path, monkeypatch):
-    """It has the names that two keys had then; other values are another sweep's."""
-    monkeypatch.chdir(tmp_path)
-    argv = (*TINY, "EXPERIMENT.SEED=0,1", "LOSS.LEVEL_WEIGHTS=[1,2]")
-    sweep = planned_sweep(*argv)
-    file = sweep.folder / "sweep.json"
-    text = file.read_text()
-    old = text.replace("  LEVEL_WEIGHTS:", "  RANK_WEIGHTS:").replace("    LEVELS:", "    RANKS:")
-    assert old != text
-    file.write_text(old)
-    assert planned_sweep(*argv).id == sweep.id
-    with pytest.raises(ConfigError):
-        planned_sweep(*argv[:-1], "LOSS.LEVEL_WEIGHTS=[1,3]")
 
 
 def test_the_second_signal_kills_a_run(tmp_path):

@@ -224,29 +224,6 @@ def test_sharding_saves_what_other_processes_hold():
     assert peak("--world-size=8", "--sharding=full", "DIST.PARAM_DTYPE=bf16") < of_eight
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("TRAIN.CLIP_GRAD_NORM=1", "TRAIN.AMP=bf16", "TRAIN.SYNC_BATCHNORM=True"),
-        (
-            "TRAIN.EMA.ENABLED=True",
-            "TRAIN.ACCUMULATION_STEPS=2",
-            "DIST.RESHARD_AFTER_FORWARD=False",
-        ),
-        ("TRAIN.AMP=fp16", "OPTIMIZER.NAME=sgd"),
-    ],
-)
-@pytest.mark.parametrize("mode", ["train", "val"])
-def test_sharded_steps_are_traced(mode, argv):
-    plain, sharded = (
-        predicted(
-            mode, *DEEP, *argv, "--world-size=8", f"--sharding={sharding}"
-        ).prediction.reserved_bytes(8)
-        for sharding in ("none", "full")
-    )
-    assert sharded < plain
-
-
 WIDTH = 16 * MIB
 """Bytes of one copy of the parameters, and of the buffers, of `Wide`."""
 

@@ -32,17 +32,6 @@ def table_of(runs, width=200):
     return output.getvalue()
 
 
-def test_a_renamed_key_is_one_key(tmp_path):
-    for name in ("old", "new"):
-        write_run(tmp_path / name, "LOSS.LEVEL_WEIGHTS=[1,2]")
-    file = tmp_path / "old/config.yaml"
-    file.write_text(file.read_text().replace("  LEVEL_WEIGHTS:", "  RANK_WEIGHTS:"))
-    assert "RANK_WEIGHTS" in file.read_text()
-    assert "_WEIGHTS" not in table_of(comparison(tmp_path, "old", "new"))
-    write_run(tmp_path / "other", "LOSS.LEVEL_WEIGHTS=[1,3]")
-    assert "LEVEL_WEIGHTS" in table_of(comparison(tmp_path, "old", "other"))
-
-
 def test_runs_started_by_hand_side_by_side(run, tmp_path):
     write_run(tmp_path / "runs/slow", "OPTIMIZER.LR=0.1")
     write_run(tmp_path / "runs/fast", "OPTIMIZER.LR=0.2", "EXPERIMENT.SEED=1", values=(0.5, 0.875))

@@ -120,21 +120,6 @@ def test_what_others_have_written_ends_no_comparison(run, tmp_path):
     assert "whole" in Path("a.csv").read_text()
 
 
-def test_runs_of_a_sweep_with_damaged_files_are_shown(run, tmp_path):
-    seeds = ",".join(map(str, range(len(FILES) * len(DAMAGED))))
-    planned_sweep("EXPERIMENT.NAME=s", f"EXPERIMENT.SEED={seeds}")
-    pairs = [(file, damage) for file in FILES for damage in DAMAGED.values()]
-    for seed, (file, damage) in enumerate(pairs):
-        folder = write_finished(tmp_path / f"runs/s/EXPERIMENT.SEED={seed}")
-        (folder / file).unlink()
-        damage(folder / file)
-    outcome = run("sweep", "--status", "runs/s")
-    assert (outcome.code, outcome.err) == (0, "")
-    for seed, (file, _) in enumerate(pairs):
-        is_named = f"note: EXPERIMENT.SEED={seed}: {file}" in outcome.out
-        assert is_named == (file != "config.yaml"), "a sweep knows its configurations"
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -88,22 +88,8 @@ def birds(trained, run, tmp_path):
     return tmp_path / "runs/tiny"
 
 
-@pytest.mark.parametrize("is_checkpoint", [False, True])
-def test_a_run_of_an_older_version_gives_the_logged_figures(run, birds, tmp_path, is_checkpoint):
-    """Its configuration has the names that two keys had; a checkpoint alone has it too."""
-    config, checkpoint = birds / "config.yaml", birds / "checkpoints/last.pt"
-    text = config.read_text()
-    for now, old in (("    LEVELS:", "    RANKS:"), ("  LEVEL_WEIGHTS:", "  RANK_WEIGHTS:")):
-        assert now in text
-        text = text.replace(now, old)
-    config.write_text(text)
-    content = torch.load(checkpoint, weights_only=True)
-    nodes = content["config"]
-    nodes["LOSS"]["RANK_WEIGHTS"] = nodes["LOSS"].pop("LEVEL_WEIGHTS")
-    nodes["DATA"]["DATASET"]["RANKS"] = nodes["DATA"]["DATASET"].pop("LEVELS")
-    torch.save(content, checkpoint)
-    if is_checkpoint:
-        config.unlink()
+def test_a_checkpoint_alone_gives_the_logged_figures(run, birds, tmp_path):
+    (birds / "config.yaml").unlink()
     outcome = run(*EVALUATE, "--checkpoint", "last", "--output", str(tmp_path / "found"))
     assert outcome.code == 0, outcome.err
     assert content_of(tmp_path / "found.json")["metrics"] == logged(birds)
@@ -225,25 +211,19 @@ def test_no_evaluation_replaces_one_of_other_data(run, birds, tmp_path):
     }
 
 
-def test_another_image_size_is_an_evaluation_of_its_own(run, birds):
-    outcome = run(*EVALUATE, "DATA.IMG_SIZE=12")
+def test_another_preprocessing_is_an_evaluation_of_its_own(run, birds):
+    keys = (
+        "DATA.IMG_SIZE=12",
+        "DATA.AUGMENT.RESIZE=letterbox",
+        "DATA.AUGMENT.INTERPOLATION=bicubic",
+    )
+    outcome = run(*EVALUATE, *keys)
     assert outcome.code == 0, outcome.err
-    found = content_of(only(birds, "best_*.json"))
-    assert found["data"]["image_size"] == [12, 12]
+    found = content_of(only(birds, "best_*.json"))["data"]
+    names = ("resize", "interpolation", "crop_fraction", "image_size")
+    assert [found[name] for name in names] == ["letterbox", "bicubic", 1.0, [12, 12]]
     outcome = run(*EVALUATE, "DATA.IMG_SIZE=2")  # smaller than the kernel
     assert (outcome.code, "DATA.IMG_SIZE: " in outcome.err) == (2, True)
-
-
-def test_another_way_of_resizing_is_an_evaluation_of_its_own(run, birds):
-    keys = ("DATA.AUGMENT.RESIZE=letterbox", "DATA.AUGMENT.INTERPOLATION=bicubic")
-    assert run(*EVALUATE).code == 0
-    assert run(*EVALUATE, *keys).code == 0
-    first, second = (
-        content_of(only(birds, pattern))["data"] for pattern in ("best.json", "best_*_*.json")
-    )
-    names = ("resize", "interpolation", "crop_fraction", "image_size")
-    assert [first[name] for name in names] == ["crop", "bilinear", 1.0, [8, 8]]
-    assert [second[name] for name in names] == ["letterbox", "bicubic", 1.0, [8, 8]]
 
 
 def test_a_size_that_is_too_large_names_the_keys(run, birds, tmp_path):
