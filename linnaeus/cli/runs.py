@@ -19,7 +19,7 @@ import pandas as pd
 import yaml
 from rich.cells import cell_len
 
-from linnaeus.cli.tables import cell, shortened, table
+from linnaeus.cli.tables import cell, save_figures, shortened, table
 from linnaeus.config.dump import PLAN
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.metrics import larger_is_better, score
@@ -31,7 +31,6 @@ from linnaeus.runtime.files import (
     finite,
     read_json,
     read_text,
-    write_text_atomically,
 )
 from linnaeus.runtime.run_folder import OUTPUT, RUN, State, last_line, read_result, read_state
 from linnaeus.sweep.folder import ASKED, flattened
@@ -185,13 +184,10 @@ class Comparison:
         return f"no run has {wanted!r}; {found}"
 
     @property
-    def frame(self) -> pd.DataFrame:
-        """One line for each run."""
+    def records(self) -> list[dict[str, Any]]:
+        """One line of the files for each run."""
         metrics = self.metrics
-        found = [row.figures(metrics) for row in self.rows]
-        return (
-            pd.DataFrame.from_records(found).astype(object).where(lambda frame: frame.notna(), None)
-        )
+        return [row.figures(metrics) for row in self.rows]
 
     def lines(self) -> list[tuple[str, list[Row]]]:
         """Runs that differ in the seed alone, with what to call them; the best first."""
@@ -228,19 +224,20 @@ class Comparison:
         Raises:
             ConfigError: there is no such key; the message names those there are.
         """
-        wanted, frame = key.removeprefix("-"), self.frame
+        wanted, records = key.removeprefix("-"), self.records
         full = {short: full for full, short in short_names(list(self.rows[0].values)).items()}
         name = self.metric if wanted == "metric" else full.get(wanted, wanted)
         is_metric = name in self.metrics
         column = f"best {name}" if is_metric else name
-        if column not in frame:
+        if column not in records[0]:
             raise ConfigError(
                 f"--sort: {wanted!r} is no metric, column or key that differs; use "
                 f"{', '.join(['metric', *self.metrics, *full])}, or a column such as training_s, epoch or "
                 "effective_batch"
             )
         is_ascending = key.startswith("-") == (is_metric and larger_is_better(name))
-        order = frame[column].replace("", None)
+        values = (record[column] for record in records)
+        order = pd.Series([None if value == "" else value for value in values], dtype=object)
         numbers = pd.to_numeric(order, errors="coerce")
         order = (
             numbers
@@ -253,21 +250,15 @@ class Comparison:
 
     def save(self, path: Path) -> None:
         """Write a file, atomically, in the format that its ending names: `.json`, `.jsonl` or `.csv`."""
-        frame, ending, metric = self.frame, path.suffix.lower(), self.metric
-        if ending == ".csv":
-            return write_text_atomically(path, frame.to_csv(index=False, lineterminator="\n"))
-        records = frame.to_dict(orient="records")
-        if ending == ".jsonl":
-            return write_text_atomically(path, "".join(f"{json.dumps(row)}\n" for row in records))
-        for row, record in zip(self.rows, records, strict=True):
-            record["curve"] = [*row.curve(metric).items()]
+        metric, records = self.metric, self.records
+        curves = [[*row.curve(metric).items()] for row in self.rows]
         content = {
             "metric": metric,
             "differences": list(self.rows[0].values),
             "notes": self.notes + self.problems,
-            "runs": records,
+            "runs": [{**run, "curve": c} for run, c in zip(records, curves, strict=True)],
         }
-        write_text_atomically(path, json.dumps(content, indent=2) + "\n")
+        save_figures(path, content, records)
 
     @property
     def problems(self) -> list[str]:
