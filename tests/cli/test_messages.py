@@ -1,15 +1,11 @@
 import json
-import os
-import shutil
-import socket
 from pathlib import Path
 
 from linnaeus.cli import compare, export, predict, sweep, train, work
 from linnaeus.cli.evaluate import options as evaluate
 from linnaeus.cli.runs import Row as RunRow
 from linnaeus.cli.runs import compared, read_run
-from linnaeus.runtime.run_folder import Claim, Holder, State
-from linnaeus.sweep.worker import _reason
+from linnaeus.runtime.run_folder import Holder, State
 from tests.helpers.consoles import plain_console
 from tests.helpers.messages import error_of
 from tests.helpers.run_files import write_run, write_validations
@@ -20,7 +16,6 @@ LINES = {
         evaluate,
         ["runs/one/checkpoints/last.pt", "--checkpoint=best"],
     ),
-    "a run that is not there": (evaluate, ["runs/tin"]),
     "keys of evaluate": (
         evaluate,
         [
@@ -33,26 +28,7 @@ LINES = {
             "--plot=a.pdf",
         ],
     ),
-    "a folder that is no run": (evaluate, ["folder.png"]),
-    "words of predict": (
-        predict,
-        [
-            "runs/othr",
-            "photo",
-            "https://example.org/a.jpg",
-            "x*.jpg",
-            "-",
-            "-",
-            "--pat",
-            "-x.png",
-            "--top=0",
-            "--workers=x",
-            "--output=a.txt",
-        ],
-    ),
     "a list for a job": (predict, ["runs/one", "-", "--launcher=slurm"]),
-    "a run among the images": (predict, ["runs", "runs/one"]),
-    "predict alone": (predict, []),
     "predict without images": (predict, ["runs/one"]),
     "words of export": (
         export,
@@ -71,7 +47,6 @@ LINES = {
             "--output=a.xlsx",
         ],
     ),
-    "compare alone": (compare, []),
     "values of options of sweep": (
         sweep,
         [
@@ -96,7 +71,6 @@ LINES = {
         sweep,
         ["DATA.BATCH_SIZE=8,16", "DATA.AUTOBATCH.ENABLED=True"],
     ),
-    "a wrong combination of two": (sweep, ["DATA.BATCH_SIZE=0,8", "TRAIN.AMP=off,bf16"]),
     "mistakes in all combinations and in one": (
         sweep,
         [
@@ -122,19 +96,6 @@ LINES = {
         ],
     ),
     "the folder of a run for a sweep": (sweep, ["EXPERIMENT.NAME=one", "EXPERIMENT.SEED=1,2"]),
-    "the folder of a grid for a search": (
-        sweep,
-        [
-            "EXPERIMENT.NAME=grid",
-            "EXPERIMENT.SEED=1,2",
-            "--search=optuna",
-            "--trials=2",
-        ],
-    ),
-    "other values in the folder of a sweep": (
-        sweep,
-        ["EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,3"],
-    ),
     "another configuration in it": (
         sweep,
         [
@@ -144,7 +105,6 @@ LINES = {
         ],
     ),
     "a worker without a folder": (work, []),
-    "a worker of a run": (work, ["runs/one"]),
     "a worker of a damaged sweep": (work, ["runs/damaged"]),
     "a launcher": (train, ["--launcher", "slrum"]),
     "options of sbatch": (
@@ -162,10 +122,7 @@ LINES = {
     "options of sbatch without a launcher": (train, ["--slurm", "nodes=2"]),
     "a status without a folder": (sweep, ["--status"]),
     "the status of a folder that is not there": (sweep, ["--status", "runs/nope"]),
-    "the status of a folder of no sweep": (sweep, ["--status", "runs/one"]),
-    "keys beside the folder of a status": (sweep, ["EXPERIMENT.NAME=s", "--status", "runs/nope"]),
     "completion": (train, ["--install-completion", "bash"]),
-    "a URL": (train, ["--cfg", "https://example.org/a.yaml"]),
     "a dry run here": (train, ["--dry-run"]),
 }
 
@@ -181,7 +138,6 @@ def test_messages(golden, tmp_path, monkeypatch):
     sweep.read(["EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,2"])[1].write()  # type: ignore[union-attr]
     said = {title: error_of(module.read, argv) for title, (module, argv) in LINES.items()}
     said |= of_runs()
-    said |= of_sweeps()
     golden("cli", said, folder=tmp_path)
 
 
@@ -210,18 +166,3 @@ def of_runs():
         ),
         "what runs cannot be sorted by": error_of(found.sort, "lr"),
     }
-
-
-def of_sweeps():
-    """Of runs that were killed, or failed, in a sweep."""
-    said = dict[str, str]()
-    claim = Claim(Path("runs/killed"))
-    claim.begin()
-    shutil.rmtree("runs/killed/.claims")
-    row = read_run(Path("runs/killed"))
-    said["a killed run"] = (
-        str(row.state.reason).replace(str(os.getpid()), "PID").replace(socket.gethostname(), "HOST")
-    )
-    for code in (-9, -11, 3):
-        said[f"ended with {code}"] = _reason(Path("runs/killed"), code, 0)
-    return said

@@ -85,6 +85,10 @@ def test_a_value_may_be_a_negative_number_or_follow_an_equals_sign():
     options, config = read("analyze", "MODEL.KWARGS.x", "-1e-3", "--output=-x.json")
     assert (options.output, config.MODEL.KWARGS) == (Path("-x.json"), {"x": -1e-3})
     assert read("analyze", "--output", "-x.json")[0].output == Path("-x.json")
+    found = read("train", "OPTIMIZER.KWARGS.x", "-inf", "OPTIMIZER.KWARGS.y", "-.5")[1]
+    assert {"x": -math.inf, "y": -0.5} == found.OPTIMIZER.KWARGS
+    with pytest.raises(ConfigError):
+        read("train", "EXPERIMENT.NAME", "-x")
     [problem] = problems("analyze", "--output", "--plot", "-x.png")
     assert problem.startswith("--output: ")
 
@@ -171,14 +175,6 @@ def test_what_is_no_run_names_the_runs_there_are(command, name, expected, tmp_pa
         read(command, name, *rest)
     [problem] = caught.value.problems
     assert sorted(set(re.findall(r"runs/[a-z]+\d?", problem)) - {name}) == expected
-
-
-def test_a_negative_number_is_a_value_and_no_option():
-    config = read("train", "OPTIMIZER.KWARGS.x", "-inf", "OPTIMIZER.KWARGS.y", "-.5")[1]
-    assert {"x": -math.inf, "y": -0.5} == config.OPTIMIZER.KWARGS
-    assert read("train", "EXPERIMENT.NAME=-x")[1].EXPERIMENT.NAME == "-x"
-    with pytest.raises(ConfigError):
-        read("train", "EXPERIMENT.NAME", "-x")
 
 
 @pytest.mark.parametrize("command", ["check-data", "train"])

@@ -61,11 +61,6 @@ class Gated(Points):
         return super().__getitem__(index)
 
 
-class Normed(nn.Sequential):
-    def __init__(self, num_classes):
-        super().__init__(nn.Linear(2, num_classes), nn.BatchNorm1d(num_classes))
-
-
 class Wide(nn.Module):
     """Some MiB of parameters and little else, for points."""
 

@@ -224,24 +224,6 @@ def test_sharding_saves_what_other_processes_hold():
     assert peak("--world-size=8", "--sharding=full", "DIST.PARAM_DTYPE=bf16") < of_eight
 
 
-WIDTH = 16 * MIB
-"""Bytes of one copy of the parameters, and of the buffers, of `Wide`."""
-
-
-@pytest.mark.parametrize(
-    ("argv", "num_bytes"),
-    [
-        (("TRAIN.EMA.ENABLED=True",), 2 * WIDTH),
-        (("OPTIMIZER.NAME=sgd",), -WIDTH),
-        (("TRAIN.AMP=fp16", "TRAIN.CLIP_GRAD_NORM=1"), 0),
-    ],
-)
-def test_what_is_held(argv, num_bytes):
-    """Between the steps, by a model that is nearly all parameters: validation is a row of held tensors."""
-    plain, other = (predicted("val", *WIDE, *more).prediction.peak_bytes(1) for more in ((), argv))
-    assert other - plain == pytest.approx(num_bytes, abs=3 * MIB)
-
-
 @pytest.mark.parametrize(
     ("argv", "least", "most"),
     [
