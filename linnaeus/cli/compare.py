@@ -102,7 +102,7 @@ def run(options: CompareOptions, folders: Sequence[Path]) -> int:
             "name their folders to compare them"
         )
     console = make_console()
-    console.print(runs.table())
+    console.print(runs.table(console))
     for sentence in runs.sentences():
         console.print(sentence, soft_wrap=True)
     if options.output is not None:

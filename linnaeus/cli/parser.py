@@ -42,7 +42,7 @@ def option(
         metavar: what its value looks like; None for an option without a value, which is then a bool.
         read: the value from its text; raises `ValueError` with what is wrong.
         default: a value, or a function that makes one.
-        keys: the configuration keys that the option sets; it fills no attribute then.
+        key: the configuration key that the option sets; it fills no attribute then.
         takes: whether a word is one of several values; `read` then gets the list of all.
         launches: fills an attribute of `LaunchOptions`.
         short: another name.
@@ -180,8 +180,8 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
                 continue
             names = [*filter(None, [about.get("short")]), f"--{each.name.replace('_', '-')}"]
             text = about["text"]
-            if keys := about.get("keys"):
-                text += f" ({', and '.join([keys[0], *('_VAL' for _ in keys[1:])])})"
+            if key := about.get("key"):
+                text += f" ({key})"
             value: dict[str, Any] = {"action": "store_true"}
             if about["metavar"] is not None:
                 value = {"metavar": about["metavar"], "choices": about.get("choices")}
@@ -271,10 +271,10 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
         if not all(texts or [""]):
             raise ValueError("needs a value; --help shows examples")
         value = about["read"](texts if about.get("takes") else texts[0])
-        keys = about.get("keys", ())
-        if not keys:
-            setattr(target, known.name, value)
-        return [f"{key}={value}" for key in keys]
+        if key := about.get("key"):
+            return [f"{key}={value}"]
+        setattr(target, known.name, value)
+        return []
 
     def _unknown(self, token: str, following: str) -> tuple[str, bool]:
         """What is wrong with an unknown option, and whether it is meant as a setting."""
@@ -376,10 +376,12 @@ def read_request(
     from linnaeus.config.load import load_config  # help and completion do not wait for OmegaConf
 
     problems += check(options)
-    folders = [word for word in parse_command_line(words).stray if Path(word).is_dir()]
-    problems += [f"{folder!r} is {_meaning(parser.command, Path(folder))}" for folder in folders]
+    paths = {
+        word: hint for word in parse_command_line(words).stray if (hint := _meant(parser, word))
+    }
+    problems += paths.values()
     try:
-        loaded = load_config([word for word in words if word not in folders], references=references)
+        loaded = load_config([word for word in words if word not in paths], references=references)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
@@ -390,17 +392,21 @@ def read_request(
     return options, loaded.config
 
 
-def _meaning(command: str, folder: Path) -> str:
-    """What a folder on the command line is, and the command that was meant."""
-    meaning = "a directory; to use its images"
-    words = ["data=imagefolder", f"DATA.DATASET.ROOT={folder}"]
-    if (folder / CONFIG).is_file():
-        meaning, words = "a run; to use its configuration", ["--cfg", str(folder / CONFIG)]
-        if command == "[train]":
-            meaning, path = "a run; to resume it", folder.absolute()
-            words += [f"EXPERIMENT.OUTPUT_DIR={path.parent}", f"EXPERIMENT.NAME={path.name}"]
-            words += ["TRAIN.AUTO_RESUME=True"]
-    return f"{meaning}, run: {shlex.join(['linnaeus', command.strip('[]'), *words])}"
+def _meant(parser: CommandParser[Given], word: str) -> str | None:
+    """The command to type in place of a run's name, a checkpoint or a folder of images; None for others."""
+    command, path = f"linnaeus {parser.command.strip('[]')}", Path(word)
+    runs = (
+        run for run in (path, path.parent.parent, Path("runs", word)) if (run / CONFIG).is_file()
+    )
+    if (run := next(runs, None)) is not None:
+        typed = f"{command} --cfg {shlex.quote(str(run / CONFIG))}"
+        if parser.command == "[train]":
+            return f"{word!r} is a run; to resume it, run: {typed} TRAIN.AUTO_RESUME=True"
+        return f"{word!r} is a run; to use its configuration, run: {typed}"
+    if not path.is_dir():
+        return None
+    typed = f"{command} data=imagefolder DATA.DATASET.ROOT={shlex.quote(word)}"
+    return f"{word!r} is a directory; to use its images, run: {typed}"
 
 
 def check_files(files: Mapping[str, Path | None]) -> None:

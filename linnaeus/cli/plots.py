@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from linnaeus.cli.tables import shortened
 from linnaeus.runtime.files import GIB, not_written, write_atomically
 from linnaeus.runtime.words import counted
 
@@ -130,7 +131,7 @@ def _log_axis(axes: Axes) -> None:
 def _short(name: str, most: int = 40) -> str:
     """A name of at most so many letters; matplotlib takes one that begins with `_` for no label."""
     name = f" {name}" if name.startswith("_") else name
-    return name if len(name) <= most else f"{name[: most // 2]}…{name[-most // 2 + 1 :]}"
+    return shortened(name, most)
 
 
 # Runs.
@@ -153,8 +154,8 @@ def draw_runs(runs: Comparison, path: Path) -> None:
         left.set(title="learning curves", xlabel="epoch", ylabel=metric)
         left.xaxis.set_major_locator(MaxNLocator(integer=True))
         for number, (label, rows) in enumerate(lines):
-            curves = pd.DataFrame({n: row.curve(metric) for n, row in enumerate(rows)})
-            curves = curves.dropna(how="all")
+            found = {n: row.curve(metric) for n, row in enumerate(rows)}
+            curves = pd.DataFrame(found, dtype=float).sort_index().dropna(how="all")
             color, dash = SERIES[number % len(SERIES)], DASHES[number % len(DASHES)]
             if number >= len(SERIES):
                 left.plot(curves.index, curves.mean(axis=1), color=INK, alpha=0.3, zorder=1)

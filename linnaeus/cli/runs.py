@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
+import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import yaml
-from rich.table import Table
+from rich.cells import cell_len
 
-from linnaeus.cli.tables import cell
+from linnaeus.cli.tables import cell, save_figures, shortened, table
 from linnaeus.config.dump import PLAN
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.metrics import larger_is_better, score
@@ -27,10 +31,13 @@ from linnaeus.runtime.files import (
     finite,
     read_json,
     read_text,
-    write_text_atomically,
 )
 from linnaeus.runtime.run_folder import OUTPUT, RUN, State, last_line, read_result, read_state
 from linnaeus.sweep.folder import ASKED, flattened
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 SEED = "EXPERIMENT.SEED"
 """Runs that differ in it alone are repetitions of one measurement."""
@@ -44,8 +51,10 @@ _NOT_COMPARED = (
 """Where a run is and whether it may be resumed: no result depends on it, and a sweep sets it by itself."""
 _LINE_BYTES = 1 << 20
 """No line of a run is as long: what follows is not read."""
-_MOST_KEYS = 8
-"""Differing keys that have a column on the screen; a preset may change dozens."""
+_MOST_KEYS, _MOST_LETTERS = 8, 24
+"""Differing keys that have a column on the screen, and letters of a value; a preset may change dozens."""
+_SPARE = ("warm-up", "rate", "images/s", "training s", "size", "batch")
+"""Columns that a narrow terminal leaves out, in this order; then keys, the last one first."""
 _DEFAULTS = {dotted(path): key.default for path, key in KEYS.items()}
 _PLANNED = {
     "MICRO_BATCH": "batch_size",
@@ -68,7 +77,7 @@ class Row:
         state: how far it has come.
         config: its configuration by dotted key; None where that is not known.
         planned: figures of its batch plan, and of `result.json` where it has ended well.
-        history: validation metrics by epochs trained; NaN for a value that is not finite.
+        history: validation metrics by epochs trained, ascending; None for a value that is not finite.
         problems: what cannot be read.
         values: the text of each key in which the runs differ.
         name: what the table calls it; empty where the values do.
@@ -78,7 +87,7 @@ class Row:
     state: State = field(default_factory=lambda: State("not run"))
     config: Mapping[str, Any] | None = None
     planned: Mapping[str, Any] = field(default_factory=dict)
-    history: pd.DataFrame = field(default_factory=pd.DataFrame)
+    history: Mapping[int, Mapping[str, float | None]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     values: dict[str, str] = field(default_factory=dict)
     name: str = ""
@@ -91,7 +100,8 @@ class Row:
     @property
     def metrics(self) -> list[str]:
         """The names of its validation metrics."""
-        return list(dict.fromkeys([*self.planned.get("metrics", {}), *self.history.columns]))
+        validated = (name for values in self.history.values() for name in values)
+        return list(dict.fromkeys([*self.planned.get("metrics", {}), *validated]))
 
     @property
     def headline(self) -> str | None:
@@ -101,17 +111,17 @@ class Row:
         headline: str | None = self.planned.get("headline", names[-1] if names else None)
         return headline
 
-    def curve(self, metric: str) -> pd.Series[float]:
+    def curve(self, metric: str) -> dict[int, float | None]:
         """The values of a metric by epoch."""
-        return self.history.get(metric, pd.Series(dtype=float))
+        return {epoch: values[metric] for epoch, values in self.history.items() if metric in values}
 
     def best(self, metric: str) -> tuple[float, int] | None:
         """The best value and the first epoch that has it; None where no value is finite."""
-        values = self.curve(metric).dropna()
-        if values.empty:
+        values = {epoch: value for epoch, value in self.curve(metric).items() if value is not None}
+        if not values:
             return None
-        epoch = values.map(partial(score, metric)).idxmax()
-        return float(values[epoch]), int(epoch)
+        epoch = max(values, key=lambda epoch: score(metric, values[epoch]))
+        return values[epoch], epoch
 
     def figure(self, name: str) -> float | None:
         """A metric of the last validation, `best METRIC`, or a number of the plan or the result."""
@@ -119,11 +129,9 @@ class Row:
         if name.startswith("best "):
             found = self.best(name.removeprefix("best "))
             return None if found is None else found[0]
-        if name in self.history:
-            last = self.history[name].iloc[-1]
-            return finite(metrics.get(name, None if pd.isna(last) else float(last)))
-        value: float | None = metrics.get(name, self.planned.get(name))
-        return value
+        if self.history and name in self.metrics and name not in metrics:
+            return self.history[max(self.history)].get(name)
+        return finite(metrics.get(name, self.planned.get(name)))
 
     def figures(self, metrics: Sequence[str]) -> dict[str, Any]:
         """The row of the files."""
@@ -134,7 +142,7 @@ class Row:
             "status": self.state.status,
             "exit_code": self.state.exit_code,
             **{name: self.planned.get(name) for name in _PLANNED.values()},
-            "epoch": int(self.history.index[-1]) if len(self.history) else None,
+            "epoch": max(self.history, default=None),
             **{name: self.figure(name) for name in metrics},
             **{f"best {name}": found[0] for name, found in best.items()},
             **{f"best {name} epoch": found[1] for name, found in best.items()},
@@ -163,8 +171,8 @@ class Comparison:
         """The metric that is compared: the wanted one if a run has it, else the headline of most runs."""
         if self.wanted_metric is not None and self.wanted_metric in self.metrics:
             return self.wanted_metric
-        headlines = pd.Series([row.headline for row in self.rows], dtype=object).dropna()
-        return str(headlines.value_counts().index[0]) if len(headlines) else "loss"
+        headlines = Counter(filter(None, (row.headline for row in self.rows)))
+        return headlines.most_common(1)[0][0] if headlines else "loss"
 
     @property
     def unknown_metric(self) -> str | None:
@@ -176,25 +184,22 @@ class Comparison:
         return f"no run has {wanted!r}; {found}"
 
     @property
-    def frame(self) -> pd.DataFrame:
-        """One line for each run."""
+    def records(self) -> list[dict[str, Any]]:
+        """One line of the files for each run."""
         metrics = self.metrics
-        found = [row.figures(metrics) for row in self.rows]
-        return (
-            pd.DataFrame.from_records(found).astype(object).where(lambda frame: frame.notna(), None)
-        )
+        return [row.figures(metrics) for row in self.rows]
 
     def lines(self) -> list[tuple[str, list[Row]]]:
         """Runs that differ in the seed alone, with what to call them; the best first."""
+        metric = self.metric
         groups: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             others = tuple(item for item in row.values.items() if item[0] != SEED)
             groups.setdefault(others if SEED in row.values else (str(row.folder),), []).append(row)
 
         def place(line: tuple[str, list[Row]]) -> float:
-            values = pd.Series([row.figure(f"best {self.metric}") for row in line[1]], dtype=float)
-            mean = values.mean()
-            return float("inf") if pd.isna(mean) else -score(self.metric, mean)
+            values = [found[0] for row in line[1] if (found := row.best(metric)) is not None]
+            return -score(metric, statistics.fmean(values)) if values else float("inf")
 
         names = short_names(list(self.rows[0].values))
         lines = [
@@ -219,19 +224,20 @@ class Comparison:
         Raises:
             ConfigError: there is no such key; the message names those there are.
         """
-        wanted, frame = key.removeprefix("-"), self.frame
+        wanted, records = key.removeprefix("-"), self.records
         full = {short: full for full, short in short_names(list(self.rows[0].values)).items()}
         name = self.metric if wanted == "metric" else full.get(wanted, wanted)
         is_metric = name in self.metrics
         column = f"best {name}" if is_metric else name
-        if column not in frame:
+        if column not in records[0]:
             raise ConfigError(
                 f"--sort: {wanted!r} is no metric, column or key that differs; use "
                 f"{', '.join(['metric', *self.metrics, *full])}, or a column such as training_s, epoch or "
                 "effective_batch"
             )
         is_ascending = key.startswith("-") == (is_metric and larger_is_better(name))
-        order = frame[column].replace("", None)
+        values = (record[column] for record in records)
+        order = pd.Series([None if value == "" else value for value in values], dtype=object)
         numbers = pd.to_numeric(order, errors="coerce")
         order = (
             numbers
@@ -244,46 +250,35 @@ class Comparison:
 
     def save(self, path: Path) -> None:
         """Write a file, atomically, in the format that its ending names: `.json`, `.jsonl` or `.csv`."""
-        frame, ending, metric = self.frame, path.suffix.lower(), self.metric
-        if ending == ".csv":
-            return write_text_atomically(path, frame.to_csv(index=False, lineterminator="\n"))
-        records = frame.to_dict(orient="records")
-        if ending == ".jsonl":
-            return write_text_atomically(path, "".join(f"{json.dumps(row)}\n" for row in records))
-        for row, record in zip(self.rows, records, strict=True):
-            record["curve"] = [
-                [int(epoch), None if pd.isna(value) else float(value)]
-                for epoch, value in row.curve(metric).items()
-            ]
+        metric, records = self.metric, self.records
+        curves = [[*row.curve(metric).items()] for row in self.rows]
         content = {
             "metric": metric,
             "differences": list(self.rows[0].values),
             "notes": self.notes + self.problems,
-            "runs": records,
+            "runs": [{**run, "curve": c} for run, c in zip(records, curves, strict=True)],
         }
-        write_text_atomically(path, json.dumps(content, indent=2) + "\n")
+        save_figures(path, content, records)
 
     @property
     def problems(self) -> list[str]:
         """What cannot be read of the runs."""
         return [f"{row.title}: {problem}" for row in self.rows for problem in row.problems]
 
-    def table(self) -> Table:
-        """One line per run: what differs, the batch plan, the metric at the end and at its best."""
-        keys = list(self.rows[0].values)
-        keys, hidden = keys[:_MOST_KEYS], keys[_MOST_KEYS:]
-        names, metric = short_names(keys), self.metric
-        # The names of a sweep's runs are their values.
-        has_names = (
-            bool(hidden) or not keys or any("=" not in (row.name or "=") for row in self.rows)
-        )
-        columns: dict[str, Callable[[Row], str]] = (
-            {"run": lambda row: row.title} if has_names else {}
-        )
-        for key in keys:
-            columns[names[key]] = lambda row, key=key: row.values[key]  # type: ignore[misc]
+    def table(self, console: Console, title: str = "Runs") -> Table:
+        """One line per run: what differs, the batch plan, the metric at the end and at its best.
+
+        Columns that do not fit on the console are left out, and named below the table.
+        """
+        rows, metric = self.rows, self.metric
+        keys = list(rows[0].values)
+        names = short_names(keys)
+        columns: dict[str, Callable[[Row], str]] = {
+            names[key]: lambda row, key=key: shortened(row.values[key], _MOST_LETTERS)  # type: ignore[misc]
+            for key in keys
+        }
         is_split = any(
-            row.planned.get("batch_size") != row.planned.get("effective_batch") for row in self.rows
+            row.planned.get("batch_size") != row.planned.get("effective_batch") for row in rows
         )
 
         def best(row: Row) -> str:
@@ -300,17 +295,31 @@ class Comparison:
             "training s": lambda row: cell(row.planned.get("training_s"), ".1f"),
             "images/s": lambda row: cell(row.planned.get("images_per_s"), ".0f"),
         }
-        columns |= {name: text for name, text in figures.items() if any(map(text, self.rows))}
-        table = Table(title="Runs", title_justify="left")
-        for heading in (*columns, "status"):
-            table.add_column(
-                heading, justify="right" if heading in figures else "left", overflow="fold"
-            )
-        for row in self.rows:
-            table.add_row(*(text(row) for text in columns.values()), row.state.status)
+        columns |= {name: text for name, text in figures.items() if any(map(text, rows))}
+        columns |= {"status": lambda row: row.state.status}
+        texts = {name: [text(row) for row in rows] for name, text in columns.items()}
+        texts = {"run": [row.title for row in rows], **texts}
+        # The names of a sweep's runs are their values.
+        are_named = not keys or any("=" not in (row.name or "=") for row in rows)
+        last_first = [names[key] for key in reversed(keys)]
+        hidden = last_first[: max(len(keys) - _MOST_KEYS, 0)]
+        spare = [name for name in (*_SPARE, *last_first) if name in texts and name not in hidden]
+        widths = {
+            name: max(map(cell_len, [name, *(word for text in found for word in text.split())]))
+            for name, found in texts.items()
+        }
+        while True:
+            has_names = are_named or not {*hidden}.isdisjoint(last_first)
+            left_out = {*hidden, *([] if has_names else ["run"])}
+            shown = [name for name in texts if name not in left_out]
+            if not spare or sum(widths[name] + 3 for name in shown) < console.width:
+                break
+            hidden.append(spare.pop(0))
+        cells = zip(*(texts[name] for name in shown), strict=True)
+        found = table(title, shown, cells, left={*shown}.difference(figures))
         if hidden:
-            table.caption = f"more keys that differ: {', '.join(hidden)}"
-        return table
+            found.caption = f"not shown: {', '.join(name for name in texts if name in hidden)}"
+        return found
 
     def sentences(self) -> list[str]:
         """What limits the comparison, who runs what, and why runs have not ended well."""
@@ -451,9 +460,7 @@ def _config(
     if version is None:
         return None, {}, f"there is no {path.name}; what differs is not known of it"
     try:
-        # The parser in C, where PyYAML has it.
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        content = yaml.load(read_text(path), Loader=loader)
+        content = _parsed(read_text(path))
         if not isinstance(content, dict):
             raise ValueError("it holds no keys")
         plan = content.pop(PLAN, None)
@@ -472,12 +479,31 @@ def _config(
     )
 
 
+def _parsed(text: str) -> Any:
+    """The content of a YAML file."""
+    with suppress(yaml.YAMLError, TypeError, ValueError):
+        content: dict[str, Any] = {}
+        for section in re.split(r"\n(?=[A-Z]+:\n)", text):
+            content |= _section(section)
+        return content
+    return _section.__wrapped__(text)
+
+
 @lru_cache(maxsize=4096)
-def _history(path: Path, version: tuple[int, int, bool] | None) -> tuple[pd.DataFrame, bool]:
+def _section(text: str) -> Any:
+    """The content of a part of a YAML file; the runs of a sweep have most parts in common."""
+    # The parser in C, where PyYAML has it.
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+@lru_cache(maxsize=4096)
+def _history(
+    path: Path, version: tuple[int, int, bool] | None
+) -> tuple[Mapping[int, Mapping[str, float | None]], bool]:
     """The validations in a `metrics.jsonl`, and whether it is damaged; foreign lines count as they can."""
     records: dict[int, dict[str, float | None]] = {}
     if version is None or not version[2]:
-        return pd.DataFrame(), version is not None
+        return {}, version is not None
     is_damaged = False
     try:
         with path.open("rb") as lines:
@@ -506,5 +532,4 @@ def _history(path: Path, version: tuple[int, int, bool] | None) -> tuple[pd.Data
                     }
     except OSError:
         is_damaged = True
-    frame = pd.DataFrame.from_dict(records, orient="index").sort_index().astype(float)
-    return frame, is_damaged
+    return dict(sorted(records.items())), is_damaged

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -79,6 +80,8 @@ LOOK_S, LOOK_AT_QUEUE_S = 1.0, 10.0
 """Pauses between two looks at the runs: of workers here, and of jobs."""
 METRIC = re.compile(r"loss|consistent|(top1|top5|map|f1)/.+")
 """Names of validation metrics."""
+_FRAME_LINES = 8
+"""Lines of the live table beside its rows."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 Thing = TypeVar("Thing")
 Watch = Callable[[Callable[[], bool], Sequence[int], float], None]
@@ -310,19 +313,24 @@ def _runs(sweep: Sweep, study: Study | None) -> list[SweepRun]:
 
 def _comparison(sweep: Sweep, study: Study | None, options: SweepOptions) -> Comparison:
     """The table of a sweep as it is now."""
+    return _table_of(_runs(sweep, study), options.metric or sweep.metric)
+
+
+def _table_of(runs: Sequence[SweepRun], metric: str | None) -> Comparison:
+    """The runs of a sweep side by side."""
     from linnaeus.cli.runs import Comparison, read_run
 
     rows = []
-    for entry in _runs(sweep, study):
+    for entry in runs:
         rows.append(row := read_run(entry.folder))
         row.values = entry.values
         row.problems = [each for each in row.problems if "what differs" not in each]  # it is known
-    return Comparison(rows, options.metric or sweep.metric)
+    return Comparison(rows, metric)
 
 
 def _show(table: Comparison, console: Console) -> None:
     if table.rows:
-        console.print(table.table())
+        console.print(table.table(console))
         for sentence in table.sentences():
             console.print(sentence, soft_wrap=True)
     else:
@@ -372,7 +380,8 @@ def _watch(
     received: Sequence[int],
     pause_s: float,
 ) -> None:
-    """Show the table as long as workers work: live on a terminal, elsewhere a line for each change.
+    """Show what happens as long as workers work: on a terminal a table of the runs that train and of the last
+    that have ended, elsewhere a line for each change.
 
     Args:
         goes_on: whether a worker that was started here works. Those that others have started are waited for
@@ -385,20 +394,30 @@ def _watch(
     from linnaeus.runtime.console import is_interactive
     from linnaeus.runtime.run_folder import read_state
 
-    known: dict[Path, str] = {}
+    metric = options.metric or sweep.metric
+    known: dict[Path, str] = {}  # by the time of the last change
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
             is_over = not goes_on()
             runs = _runs(sweep, study)
             states = [read_state(run.folder) for run in runs]
-            if not is_interactive(console):
-                for run, state in zip(runs, states, strict=True):
-                    if known.setdefault(run.folder, "not run") != state.status:
-                        known[run.folder] = state.status
+            for run, state in zip(runs, states, strict=True):
+                if known.setdefault(run.folder, "not run") != state.status:
+                    known.pop(run.folder)
+                    known[run.folder] = state.status
+                    if not is_interactive(console):
                         reason = f": {state.reason}" if state.reason else ""
                         logger.info("%s: %s%s", run.title, state.status, reason)
-            elif runs:
-                live.update(_comparison(sweep, study, options).table(), refresh=True)
+            if runs and is_interactive(console):
+                begun = [
+                    folder for folder, status in reversed(known.items()) if status != "not run"
+                ]
+                begun.sort(key=lambda folder: known[folder] != "running")
+                shown = {*begun[: max(console.height - _FRAME_LINES, 1)]}
+                numbers = Counter(state.status for state in states)
+                title = ", ".join(f"{number} {status}" for status, number in numbers.items())
+                table = _table_of([run for run in runs if run.folder in shown] or runs[:1], metric)
+                live.update(table.table(console, title), refresh=True)
             if is_over and (received or not any(state.status == "running" for state in states)):
                 return
             time.sleep(pause_s)

@@ -1,12 +1,9 @@
-"""Figures as plain data for programs (JSON, JSONL and CSV), and tables for people."""
+"""Files for programs (JSON, JSONL and CSV), and tables for people."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,41 +13,34 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-class Figures(ABC):
-    """The results of a command."""
+def save_figures(path: Path, content: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a file, atomically, in the format that its ending names.
 
-    @property
-    def columns(self) -> list[str]:
-        """Columns of the table, in order."""
-        return list(dict.fromkeys(name for row in self.scalars() for name in row))
+    Args:
+        path: `.json` has the content, `.jsonl` and `.csv` have the rows.
+        content: all figures.
+        rows: the lines of a table, by column.
+    """
+    ending = path.suffix.lower()
+    if ending == ".json":
+        text = json.dumps(content, indent=2) + "\n"
+    elif ending == ".jsonl":
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    else:
+        import pandas as pd  # here: help and completion do not wait for pandas
 
-    @abstractmethod
-    def scalars(self) -> list[dict[str, Any]]:
-        """Rows of the table, by column."""
-
-    @abstractmethod
-    def as_dict(self) -> dict[str, Any]:
-        """Content of the JSON file."""
-
-    def save(self, path: Path) -> None:
-        """Write a file, atomically, in the format that its ending names: `.json`, `.jsonl` or `.csv`."""
-        ending = path.suffix.lower()
-        if ending == ".json":
-            text = json.dumps(self.as_dict(), indent=2) + "\n"
-        elif ending == ".jsonl":
-            text = "".join(json.dumps(row) + "\n" for row in self.scalars())
-        else:
-            file = io.StringIO()
-            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.scalars())
-            text = file.getvalue()
-        write_text_atomically(path, text)
+        text = pd.DataFrame(rows, dtype=object).to_csv(index=False, lineterminator="\n")
+    write_text_atomically(path, text)
 
 
 def cell(value: float | None, form: str) -> str:
     """A number for people, in a format such as `.3g`; empty for None."""
     return "" if value is None else f"{value:{form}}"
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of at most so many letters, cut in its middle."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 + 1 :]}"
 
 
 def table(
@@ -62,7 +52,8 @@ def table(
     table = Table(title=title, title_justify="left")
     for heading in headings:
         is_text = heading in left
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+        justify: Any = "left" if is_text else "right"
+        table.add_column(heading, justify=justify, no_wrap=not is_text, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -1,11 +1,8 @@
 """What the shell is told at the cursor of a command line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ from tests.helpers.forks import ROOT
 CODE = "from linnaeus.main import console; raise SystemExit(console())"
 
 
-def answer(line: str, folder: Path) -> list[str]:
+def answer(line, folder):
     """The words that the shell is offered for the last one of a line."""
     asked = {
         "_ARGCOMPLETE": "1",
@@ -45,7 +42,7 @@ def answer(line: str, folder: Path) -> list[str]:
         ("linnaeus train --cfg my_ex", ["my_experiment.yaml"]),
     ],
 )
-def test_what_may_follow(line: str, expected: list[str], tmp_path: Path) -> None:
+def test_what_may_follow(line, expected, tmp_path):
     (tmp_path / "my_experiment.yaml").touch()
     found = answer(line, tmp_path)
     assert [word.rpartition("=")[2] or word for word in found] == [

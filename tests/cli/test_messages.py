@@ -1,32 +1,21 @@
-from __future__ import annotations
-
 import json
-import os
-import shutil
-import socket
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from linnaeus.cli import compare, export, predict, sweep, train, work
 from linnaeus.cli.evaluate import options as evaluate
-from linnaeus.cli.evaluate.report import logged_sentence
 from linnaeus.cli.runs import Row as RunRow
 from linnaeus.cli.runs import compared, read_run
-from linnaeus.runtime.run_folder import Claim, Holder, State
-from linnaeus.sweep.worker import _reason
+from linnaeus.runtime.run_folder import Holder, State
 from tests.helpers.consoles import plain_console
-from tests.helpers.messages import Golden, error_of
+from tests.helpers.messages import error_of
 from tests.helpers.run_files import write_run, write_validations
 
-LINES: dict[str, tuple[Any, list[str]]] = {
+LINES = {
     "the run of evaluate": (evaluate, ["DATA.BATCH_SIZE_VAL=3"]),
     "a checkpoint of a checkpoint": (
         evaluate,
         ["runs/one/checkpoints/last.pt", "--checkpoint=best"],
     ),
-    "a run that is not there": (evaluate, ["runs/tin"]),
     "keys of evaluate": (
         evaluate,
         [
@@ -39,26 +28,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
             "--plot=a.pdf",
         ],
     ),
-    "a folder that is no run": (evaluate, ["folder.png"]),
-    "words of predict": (
-        predict,
-        [
-            "runs/othr",
-            "photo",
-            "https://example.org/a.jpg",
-            "x*.jpg",
-            "-",
-            "-",
-            "--pat",
-            "-x.png",
-            "--top=0",
-            "--workers=x",
-            "--output=a.txt",
-        ],
-    ),
     "a list for a job": (predict, ["runs/one", "-", "--launcher=slurm"]),
-    "a run among the images": (predict, ["runs", "runs/one"]),
-    "predict alone": (predict, []),
     "predict without images": (predict, ["runs/one"]),
     "words of export": (
         export,
@@ -77,7 +47,6 @@ LINES: dict[str, tuple[Any, list[str]]] = {
             "--output=a.xlsx",
         ],
     ),
-    "compare alone": (compare, []),
     "values of options of sweep": (
         sweep,
         [
@@ -102,7 +71,6 @@ LINES: dict[str, tuple[Any, list[str]]] = {
         sweep,
         ["DATA.BATCH_SIZE=8,16", "DATA.AUTOBATCH.ENABLED=True"],
     ),
-    "a wrong combination of two": (sweep, ["DATA.BATCH_SIZE=0,8", "TRAIN.AMP=off,bf16"]),
     "mistakes in all combinations and in one": (
         sweep,
         [
@@ -128,19 +96,6 @@ LINES: dict[str, tuple[Any, list[str]]] = {
         ],
     ),
     "the folder of a run for a sweep": (sweep, ["EXPERIMENT.NAME=one", "EXPERIMENT.SEED=1,2"]),
-    "the folder of a grid for a search": (
-        sweep,
-        [
-            "EXPERIMENT.NAME=grid",
-            "EXPERIMENT.SEED=1,2",
-            "--search=optuna",
-            "--trials=2",
-        ],
-    ),
-    "other values in the folder of a sweep": (
-        sweep,
-        ["EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,3"],
-    ),
     "another configuration in it": (
         sweep,
         [
@@ -150,7 +105,6 @@ LINES: dict[str, tuple[Any, list[str]]] = {
         ],
     ),
     "a worker without a folder": (work, []),
-    "a worker of a run": (work, ["runs/one"]),
     "a worker of a damaged sweep": (work, ["runs/damaged"]),
     "a launcher": (train, ["--launcher", "slrum"]),
     "options of sbatch": (
@@ -168,14 +122,12 @@ LINES: dict[str, tuple[Any, list[str]]] = {
     "options of sbatch without a launcher": (train, ["--slurm", "nodes=2"]),
     "a status without a folder": (sweep, ["--status"]),
     "the status of a folder that is not there": (sweep, ["--status", "runs/nope"]),
-    "the status of a folder of no sweep": (sweep, ["--status", "runs/one"]),
-    "keys beside the folder of a status": (sweep, ["EXPERIMENT.NAME=s", "--status", "runs/nope"]),
     "completion": (train, ["--install-completion", "bash"]),
     "a URL": (train, ["--cfg", "https://example.org/a.yaml"]),
 }
 
 
-def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages(golden, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
     Path("folder.png").mkdir()
@@ -185,20 +137,11 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     Path("runs/damaged/sweep.json").touch()
     sweep.read(["EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,2"])[1].write()  # type: ignore[union-attr]
     said = {title: error_of(module.read, argv) for title, (module, argv) in LINES.items()}
-    said |= evaluations()
     said |= of_runs()
-    said |= of_sweeps()
     golden("cli", said, folder=tmp_path)
 
 
-def evaluations() -> dict[str, str]:
-    metrics = {"loss": 1.5, "top1/a": 0.5}
-    others = ({**metrics}, {"loss": 1.5, "consistent": 1.0}, {"loss": 1.25, "top1/a": 0.5})
-    sentences = [logged_sentence(logged, metrics) for logged in others]
-    return {"figures beside those of training": "\n".join(sentences)}
-
-
-def of_runs() -> dict[str, str]:
+def of_runs():
     write_run(Path("runs/failed"), finished=False, checkpoint=False)
     ended = {"exit_code": 1, "reason": "no such model"}
     Path("runs/failed/run.json").write_text(json.dumps({"ended": ended}))
@@ -215,7 +158,7 @@ def of_runs() -> dict[str, str]:
         )
     )
     console, output = plain_console()
-    console.print(found.table(), *found.sentences(), sep="\n", soft_wrap=True)
+    console.print(found.table(console), *found.sentences(), sep="\n", soft_wrap=True)
     return {
         "runs side by side": output.getvalue(),
         "a metric that no run has": str(
@@ -223,18 +166,3 @@ def of_runs() -> dict[str, str]:
         ),
         "what runs cannot be sorted by": error_of(found.sort, "lr"),
     }
-
-
-def of_sweeps() -> dict[str, str]:
-    """Of runs that were killed, or failed, in a sweep."""
-    said = dict[str, str]()
-    claim = Claim(Path("runs/killed"))
-    claim.begin()
-    shutil.rmtree("runs/killed/.claims")
-    row = read_run(Path("runs/killed"))
-    said["a killed run"] = (
-        str(row.state.reason).replace(str(os.getpid()), "PID").replace(socket.gethostname(), "HOST")
-    )
-    for code in (-9, -11, 3):
-        said[f"ended with {code}"] = _reason(Path("runs/killed"), code, 0)
-    return said

@@ -1,7 +1,5 @@
 """The command lines of all commands: what each takes, and the mistakes that all read alike."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -10,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,18 +15,17 @@ from linnaeus.cli.main import COMMANDS, NOT_WITH_TORCHRUN, cli, part_of
 from linnaeus.cli.parser import check_files
 from linnaeus.runtime.errors import ConfigError
 from tests.helpers.forks import ROOT
-from tests.helpers.runs import Run
 
 EXPERIMENT = "DATA: {DATASET: {NAME: synthetic}}\n"
 MEASURING = ("analyze",)
 OTHERS = ("compare", "evaluate", "export", "predict", "sweep")
 
 
-def read(command: str, *argv: str) -> Any:
+def read(command, *argv):
     return part_of(command, "read")(argv)
 
 
-def problems(command: str, *argv: str) -> list[str]:
+def problems(command, *argv):
     with pytest.raises(ConfigError) as caught:
         read(command, *argv)
     return [
@@ -38,7 +34,7 @@ def problems(command: str, *argv: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", [*MEASURING, *OTHERS])
-def test_an_option_without_a_value_or_unknown_is_a_problem(command: str) -> None:
+def test_an_option_without_a_value_or_unknown_is_a_problem(command):
     option = "--output" if command in ("predict", "export") else "--plot"
     [problem] = problems(command, option)
     assert problem.startswith(f"{option}: ")
@@ -47,7 +43,7 @@ def test_an_option_without_a_value_or_unknown_is_a_problem(command: str) -> None
 
 
 @pytest.mark.parametrize("command", [*MEASURING, "sweep"])
-def test_mistakes_of_options_and_of_keys_are_listed_at_once(command: str) -> None:
+def test_mistakes_of_options_and_of_keys_are_listed_at_once(command):
     argv = ["--plot", "a.b", "--foo", "DATA.BATCHSIZE=3", "TRAIN.EPOCHS=0", "EXPERIMENT.SEED=1,2"]
     with pytest.raises(ConfigError) as caught:
         read(command, *(argv if command == "sweep" else argv[:-1]))
@@ -58,9 +54,7 @@ def test_mistakes_of_options_and_of_keys_are_listed_at_once(command: str) -> Non
 @pytest.mark.parametrize(
     "command", [name for name in (*MEASURING, *OTHERS) if name not in ("export", "evaluate")]
 )
-def test_files_are_looked_at_before_the_work(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_looked_at_before_the_work(command, tmp_path, monkeypatch):
     """Not those of export and evaluate, which make the folders of their files."""
     desk(tmp_path, monkeypatch)
     option = "--output" if command == "predict" else "--plot"
@@ -77,7 +71,7 @@ def test_files_are_looked_at_before_the_work(
     assert read(command, *argv, option, f"a.{ending}")
 
 
-def test_files_that_cannot_be_written(tmp_path: Path) -> None:
+def test_files_that_cannot_be_written(tmp_path):
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "mine.csv").write_text("mine")
     for path in (tmp_path / "folder.png", Path("/proc/a.json"), tmp_path / f"{'x' * 245}.json"):
@@ -87,23 +81,27 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.png", "mine.csv"]
 
 
-def test_a_value_may_be_a_negative_number_or_follow_an_equals_sign() -> None:
+def test_a_value_may_be_a_negative_number_or_follow_an_equals_sign():
     options, config = read("analyze", "MODEL.KWARGS.x", "-1e-3", "--output=-x.json")
     assert (options.output, config.MODEL.KWARGS) == (Path("-x.json"), {"x": -1e-3})
     assert read("analyze", "--output", "-x.json")[0].output == Path("-x.json")
+    found = read("train", "OPTIMIZER.KWARGS.x", "-inf", "OPTIMIZER.KWARGS.y", "-.5")[1]
+    assert {"x": -math.inf, "y": -0.5} == found.OPTIMIZER.KWARGS
+    with pytest.raises(ConfigError):
+        read("train", "EXPERIMENT.NAME", "-x")
     [problem] = problems("analyze", "--output", "--plot", "-x.png")
     assert problem.startswith("--output: ")
 
 
-def test_the_later_of_an_option_and_an_override_wins() -> None:
-    def max_size(*argv: str) -> int:
+def test_the_later_of_an_option_and_an_override_wins():
+    def max_size(*argv):
         return int(read("analyze", *argv)[1].DATA.AUTOBATCH.MAX_BATCH_SIZE)
 
     assert max_size("--max-bs", "8", "DATA.AUTOBATCH.MAX_BATCH_SIZE", "9") == 9
     assert max_size("DATA.AUTOBATCH.MAX_BATCH_SIZE=9", "--max-bs", "8") == 8
 
 
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def desk(tmp_path, monkeypatch):
     """Make the folder with the files that the examples of the help name, and go there."""
     (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
     (tmp_path / "runs/my_exp").mkdir(parents=True)
@@ -119,7 +117,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def words_of(example: str) -> list[str]:
+def words_of(example):
     """What stands behind the program in an example."""
     words = shlex.split(example.rpartition("|")[2])
     start = next(number for number, word in enumerate(words) if word.startswith("linnaeus"))
@@ -128,8 +126,8 @@ def words_of(example: str) -> list[str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_names_every_option_and_its_examples_are_command_lines(
-    command: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    command, run, tmp_path, monkeypatch
+):
     desk(tmp_path, monkeypatch)
     outcome = run(command, "--help", "--cfg", "nowhere.yaml")
     assert outcome.code == 0
@@ -166,9 +164,7 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
         ("predict", "runs/other", []),
     ],
 )
-def test_what_is_no_run_names_the_runs_there_are(
-    command: str, name: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_run_names_the_runs_there_are(command, name, expected, tmp_path, monkeypatch):
     desk(tmp_path, monkeypatch)
     (tmp_path / "birds/train").mkdir(parents=True)
     rest = {"predict": ["a.jpg"], "export": ["--format=onnx"]}.get(command, [])
@@ -181,18 +177,8 @@ def test_what_is_no_run_names_the_runs_there_are(
     assert sorted(set(re.findall(r"runs/[a-z]+\d?", problem)) - {name}) == expected
 
 
-def test_a_negative_number_is_a_value_and_no_option() -> None:
-    config = read("train", "OPTIMIZER.KWARGS.x", "-inf", "OPTIMIZER.KWARGS.y", "-.5")[1]
-    assert {"x": -math.inf, "y": -0.5} == config.OPTIMIZER.KWARGS
-    assert read("train", "EXPERIMENT.NAME=-x")[1].EXPERIMENT.NAME == "-x"
-    with pytest.raises(ConfigError):
-        read("train", "EXPERIMENT.NAME", "-x")
-
-
 @pytest.mark.parametrize("command", ["check-data", "train"])
-def test_a_folder_as_a_word_gives_the_command_to_type(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_as_a_word_gives_the_command_to_type(command, tmp_path, monkeypatch):
     desk(tmp_path, monkeypatch)
     (tmp_path / "my birds").mkdir()
     with pytest.raises(ConfigError) as caught:
@@ -200,6 +186,19 @@ def test_a_folder_as_a_word_gives_the_command_to_type(
     [problem] = caught.value.problems
     first, *rest = words_of(problem.rpartition(": ")[2])
     assert (first, read(first, *rest)[1].DATA.DATASET.ROOT) == (command, "my birds")
+
+
+@pytest.mark.parametrize("word", ["runs/birds", "birds", "runs/birds/checkpoints/last.pt"])
+@pytest.mark.parametrize("command", ["analyze", "train"])
+def test_a_run_as_a_word_gives_the_command_to_type(command, word, tmp_path, monkeypatch):
+    desk(tmp_path, monkeypatch)
+    with pytest.raises(ConfigError) as caught:
+        read(command, word)
+    [problem] = caught.value.problems
+    first, *rest = words_of(problem.rpartition(": ")[2])
+    config = read(first, *rest)[1]
+    assert (first, config.DATA.DATASET.NAME) == (command, "synthetic")
+    assert (command == "train") == config.TRAIN.AUTO_RESUME
 
 
 LIGHT = (
@@ -230,7 +229,7 @@ print(json.dumps([completing, reading, comparing, importing]))
 """
 
 
-def test_completion_help_mistakes_and_comparisons_wait_for_no_heavy_module(tmp_path: Path) -> None:
+def test_completion_help_mistakes_and_comparisons_wait_for_no_heavy_module(tmp_path):
     (tmp_path / "one/checkpoints").mkdir(parents=True)
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, json.dumps([*COMMANDS]), json.dumps(LIGHT)],
@@ -252,11 +251,11 @@ def test_completion_help_mistakes_and_comparisons_wait_for_no_heavy_module(tmp_p
 
 @pytest.mark.parametrize("command", [*MEASURING, "sweep", "evaluate"])
 def test_print_config(
-    command: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    command,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     desk(tmp_path, monkeypatch)
     before = sorted(tmp_path.rglob("*"))
     argv = {"evaluate": ["runs/one"], "sweep": ["EXPERIMENT.SEED=1,2"]}.get(command, [])
@@ -266,8 +265,8 @@ def test_print_config(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_ctrl_c_before_the_work_says_a_word(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
+def test_ctrl_c_before_the_work_says_a_word(run, monkeypatch):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("linnaeus.cli.compare.find_runs", interrupt)
@@ -275,6 +274,6 @@ def test_ctrl_c_before_the_work_says_a_word(run: Run, monkeypatch: pytest.Monkey
     assert (outcome.code, bool(outcome.err.strip())) == (130, True)
 
 
-def test_a_command_that_is_gone_names_the_new_one(run: Run) -> None:
+def test_a_command_that_is_gone_names_the_new_one(run):
     outcome = run("plan", "--cfg", "my_exp.yaml")
     assert (outcome.code, "linnaeus analyze" in outcome.err) == (2, True)

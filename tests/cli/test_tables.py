@@ -1,35 +1,18 @@
-from __future__ import annotations
-
 import csv
 import json
-from pathlib import Path
-from typing import Any
 
-from linnaeus.cli.tables import Figures
+from linnaeus.cli.tables import save_figures
 
 
-class Names(Figures):
-    def __init__(self, *names: str) -> None:
-        self.names = names
-
-    def scalars(self) -> list[dict[str, Any]]:
-        return [{"name": name, "length": len(name)} for name in self.names]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"names": self.names}
-
-
-def test_any_text_comes_back_from_a_table(tmp_path: Path) -> None:
-    names = ["a\nb", 'a,"b"', "\n", "plain"]
-    Names(*names).save(tmp_path / "names.csv")
+def test_any_text_comes_back_from_a_table(tmp_path):
+    rows = [{"name": name, "length": len(name)} for name in ("a\nb", 'a,"b"', "\n", "plain")]
+    save_figures(tmp_path / "names.csv", {}, rows)
     with (tmp_path / "names.csv").open(newline="") as file:
-        assert list(csv.DictReader(file)) == [
-            {"name": name, "length": str(len(name))} for name in names
-        ]
-    Names("a", "b").save(tmp_path / "names.csv")
-    assert (tmp_path / "names.csv").read_bytes() == b"name,length\na,1\nb,1\n", (
-        "as other text files"
-    )
-    Names("a\nb", "c").save(tmp_path / "names.jsonl")
-    rows = [json.loads(line) for line in (tmp_path / "names.jsonl").read_text().splitlines()]
-    assert rows == [{"name": "a\nb", "length": 3}, {"name": "c", "length": 1}]
+        texts = [{name: str(value) for name, value in row.items()} for row in rows]
+        assert list(csv.DictReader(file)) == texts
+    save_figures(tmp_path / "names.jsonl", {}, rows)
+    lines = (tmp_path / "names.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows
+    save_figures(tmp_path / "few.csv", {}, [{"a": 1, "b": None}, {"a": 2.5, "c": True}])
+    found = (tmp_path / "few.csv").read_bytes()
+    assert found == b"a,b,c\n1,,\n2.5,,True\n", "a whole number stays whole"

@@ -1,11 +1,8 @@
 """Models and data that train in milliseconds, for the runs of these tests."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +17,14 @@ class Points(Dataset[tuple[Tensor, int]]):
 
     classes = ("I", "II", "III", "IV")
 
-    def __init__(self, split: str, length: int = 64) -> None:
+    def __init__(self, split, length=64):
         generator = torch.Generator().manual_seed(len(split))
         self.points = torch.randn(length, 2, generator=generator)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.points)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         x, y = (self.points[index] > 0).long().tolist()
         return self.points[index], 2 * x + y
 
@@ -35,7 +32,7 @@ class Points(Dataset[tuple[Tensor, int]]):
 class Perceptron(nn.Sequential):
     """Takes what the framework offers by name."""
 
-    def __init__(self, width: int, num_classes: int) -> None:
+    def __init__(self, width, num_classes):
         super().__init__(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, num_classes))
 
 
@@ -46,7 +43,7 @@ GATE = "gate"
 class Gated(Points):
     """Points that wait in the second epoch: until a signal has come, or somebody writes to the gate."""
 
-    def __init__(self, split: str) -> None:
+    def __init__(self, split):
         super().__init__(split)
         self.num_given = 0
         self.waits = split == "train" and Path(GATE).exists()
@@ -55,7 +52,7 @@ class Gated(Points):
             os.set_blocking(ours, False)
             signal.set_wakeup_fd(ours)  # also for a signal that comes before anybody waits for it
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         self.num_given += 1
         if self.waits and self.num_given == 3 * len(self) // 2:
             gate = os.open(GATE, os.O_RDONLY | os.O_NONBLOCK)
@@ -64,21 +61,16 @@ class Gated(Points):
         return super().__getitem__(index)
 
 
-class Normed(nn.Sequential):
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(nn.Linear(2, num_classes), nn.BatchNorm1d(num_classes))
-
-
 class Wide(nn.Module):
     """Some MiB of parameters and little else, for points."""
 
-    def __init__(self, num_classes: int, width: int = 2**22) -> None:
+    def __init__(self, num_classes, width=2**22):
         super().__init__()
         self.head = nn.Linear(2, num_classes)
         self.scale = nn.Parameter(torch.ones(width))
         self.register_buffer("shift", torch.zeros(width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(x) + (self.scale + self.shift).mean()
 
 
@@ -93,14 +85,12 @@ class Growing(Wide):
 
     num_calls = 0  # of the class: those of a model are restored after a trial
 
-    def __init__(
-        self, num_classes: int, width: int = 2**18, interrupt_at: int | None = None
-    ) -> None:
+    def __init__(self, num_classes, width=2**18, interrupt_at=None):
         super().__init__(num_classes, width)
         self.interrupt_at = interrupt_at
         Growing.num_calls = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         Growing.num_calls += 1
         if Growing.num_calls == self.interrupt_at:
             os.kill(os.getpid(), signal.SIGINT)
@@ -109,20 +99,20 @@ class Growing(Wide):
 
 
 class Peeking(Wide):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         scores = super().forward(x)
         return scores * (scores.mean().item() > 0)
 
 
 class Numerate(Wide):
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes):
         super().__init__(num_classes, width=int(torch.tensor(2.0**22).item()))
 
 
 class Blocks(nn.Module):
     """A few layers for images, whose parts may be run again in the backward pass."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes):
         super().__init__()
         self.stem = nn.Conv2d(3, 32, 3, padding=1)
         self.blocks = nn.ModuleList(
@@ -132,10 +122,10 @@ class Blocks(nn.Module):
         self.head = nn.Linear(32, num_classes)
         self.is_checkpointed = False
 
-    def set_grad_checkpointing(self, enable: bool) -> None:
+    def set_grad_checkpointing(self, enable):
         self.is_checkpointed = enable
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.stem(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
@@ -146,14 +136,14 @@ class Deep(nn.Sequential):
     """Eight blocks of 16 MiB of parameters, for points."""
 
     class Block(nn.Module):
-        def __init__(self, width: int) -> None:
+        def __init__(self, width):
             super().__init__()
             self.linear = nn.Linear(width, width)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.linear(x).relu()
 
-    def __init__(self, num_classes: int, width: int = 2048) -> None:
+    def __init__(self, num_classes, width=2048):
         blocks = (self.Block(width) for _ in range(8))
         super().__init__(nn.Linear(2, width), *blocks, nn.Linear(width, num_classes))
 
@@ -164,7 +154,7 @@ class TinyNet(nn.Module):
     When it is evaluated, it runs out of memory with more than 30 samples, or rows of pixels.
     """
 
-    def __init__(self, num_classes: Mapping[str, int], in_chans: int) -> None:
+    def __init__(self, num_classes, in_chans):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(in_chans, 8, 3, stride=2),
@@ -175,7 +165,7 @@ class TinyNet(nn.Module):
         )
         self.heads = nn.ModuleList(nn.Linear(32, count) for count in num_classes.values())
 
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, images):
         if not torch.is_grad_enabled() and (len(images) > 30 or images.shape[2] > 30):
             torch.empty(2**62, dtype=torch.uint8)
         features = self.features(images)
@@ -185,11 +175,11 @@ class TinyNet(nn.Module):
 class Pairs(Dataset[Any]):
     """Vectors and their doubles, without classes."""
 
-    def __init__(self, split: str) -> None:
+    def __init__(self, split):
         self.values = torch.arange(24.0).view(8, 3) / (24 if split == "train" else 20)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.values)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index):
         return self.values[index], 2 * self.values[index]

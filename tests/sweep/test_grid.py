@@ -1,9 +1,6 @@
 """Lists on the command line, and the combinations that they make."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,7 +11,6 @@ from linnaeus.config.load import load_config
 from linnaeus.sweep.grid import Combination, read_grid
 from linnaeus.sweep.values import sweep_values
 from tests.helpers.run_files import planned_sweep, write_run
-from tests.helpers.runs import Run
 
 VALUES = [
     ("32,64,128", ["32", "64", "128"]),
@@ -35,19 +31,19 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("text", "expected"), VALUES, ids=[text for text, _ in VALUES])
-def test_values_of_a_text(text: str, expected: list[str]) -> None:
+def test_values_of_a_text(text, expected):
     assert sweep_values(text) == expected
 
 
-def test_lists_that_cannot_be_run_through() -> None:
+def test_lists_that_cannot_be_run_through():
     for text in ("32,64,", "glob(*)", "interval(1,2)", "range(1,2,0)", "range(2,1)", ",,", "a,b)"):
         with pytest.raises(ValueError, match=re.escape(repr(text))):
             sweep_values(text)
     assert sorted(sweep_values("shuffle(1,2,3)")) == ["1", "2", "3"]
 
 
-def test_every_spelling_makes_the_same_grid() -> None:
-    def configs(*argv: str) -> list[tuple[int, float]]:
+def test_every_spelling_makes_the_same_grid():
+    def configs(*argv):
         found = read_grid(argv)
         assert found.problems == []
         loaded = [load_config(one.argv).config for one in found.combinations]
@@ -60,20 +56,20 @@ def test_every_spelling_makes_the_same_grid() -> None:
     )
 
 
-def test_values_reach_the_configuration_as_typed() -> None:
+def test_values_reach_the_configuration_as_typed():
     found = read_grid(["DATA.DATASET.NUM_CLASSES=[2,6],[3,9]", "EXPERIMENT.WANDB.GROUP='a,b',null"])
     seen = [load_config(one.argv).config for one in found.combinations]
     classes = [(one.DATA.DATASET.NUM_CLASSES, one.EXPERIMENT.WANDB.GROUP) for one in seen]
     assert classes == [([2, 6], "a,b"), ([2, 6], None), ([3, 9], "a,b"), ([3, 9], None)]
 
 
-def test_a_key_set_again_is_not_swept() -> None:
+def test_a_key_set_again_is_not_swept():
     found = read_grid(["DATA.BATCH_SIZE=32,64", "TRAIN.EPOCHS=1,2", "DATA.BATCH_SIZE=8"])
     assert [one.title for one in found.combinations] == ["TRAIN.EPOCHS=1", "TRAIN.EPOCHS=2"]
     assert {load_config(one.argv).config.DATA.BATCH_SIZE for one in found.combinations} == {8}
 
 
-def test_names_are_readable() -> None:
+def test_names_are_readable():
     found = read_grid(["DATA.BATCH_SIZE=32,64", "MODEL.KWARGS.norm=/a/b,c"])
     names = [one.name for one in found.combinations]
     assert names[1] == "DATA.BATCH_SIZE=32,MODEL.KWARGS.norm=c"
@@ -84,7 +80,7 @@ TEXTS = st.text(max_size=200)
 
 
 @given(st.tuples(TEXTS, TEXTS), st.tuples(TEXTS, TEXTS))
-def test_names_are_safe_and_tell_combinations_apart(a: tuple[str, str], b: tuple[str, str]) -> None:
+def test_names_are_safe_and_tell_combinations_apart(a, b):
     names = [Combination({"A.X": one[0], "A.Y": one[1]}, ()).name for one in (a, b)]
     for name in names:
         assert re.fullmatch(r"[A-Za-z0-9_.,=+\[\]-]{1,120}", name)
@@ -93,7 +89,7 @@ def test_names_are_safe_and_tell_combinations_apart(a: tuple[str, str], b: tuple
     assert (names[0] == names[1]) == (joined[0] == joined[1])
 
 
-def test_one_job_is_the_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_job_is_the_default(run, monkeypatch):
     """It has all GPUs; each of two jobs has half of them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     sweep = ("sweep", "EXPERIMENT.SEED=1,2", "--dry-run")
@@ -106,9 +102,7 @@ def test_one_job_is_the_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     ("metric", "code"), [("accuracy", 2), ("top1/", 2), ("top1/species", 0), ("loss", 0)]
 )
 @pytest.mark.parametrize("more", [(), ("--search", "optuna", "--trials", "3")])
-def test_a_metric_of_no_validation_is_a_mistake(
-    run: Run, tmp_path: Path, metric: str, code: int, more: tuple[str, ...]
-) -> None:
+def test_a_metric_of_no_validation_is_a_mistake(run, tmp_path, metric, code, more):
     """Without a look at the data: the class does not exist."""
     data = "DATA.DATASET._target_=nowhere.Data"
     sweep = ("sweep", "EXPERIMENT.SEED=1,2", data, "--metric", metric, *more)
@@ -119,7 +113,7 @@ def test_a_metric_of_no_validation_is_a_mistake(
         assert not (tmp_path / "runs").exists()
 
 
-def test_the_status_with_a_metric_that_no_run_has_is_a_mistake(run: Run, tmp_path: Path) -> None:
+def test_the_status_with_a_metric_that_no_run_has_is_a_mistake(run, tmp_path):
     planned_sweep("EXPERIMENT.NAME=s", "EXPERIMENT.SEED=1,2")
     status = ("sweep", "--status", "runs/s", "--metric")
     assert run(*status, "top1/knid").code == 0, "no run has begun"
@@ -127,7 +121,7 @@ def test_the_status_with_a_metric_that_no_run_has_is_a_mistake(run: Run, tmp_pat
     assert [run(*status, name).code for name in ("top1/knid", "top1/kind")] == [2, 0]
 
 
-def test_each_run_has_its_own_place() -> None:
+def test_each_run_has_its_own_place():
     request = read(["DATA.BATCH_SIZE=8,16", "EXPERIMENT.NAME=mine", "EXPERIMENT.OUTPUT_DIR=out"])
     assert not isinstance(request, str)
     nodes = [config.EXPERIMENT for _, config in request[2]]
@@ -139,7 +133,7 @@ def test_each_run_has_its_own_place() -> None:
     assert all(config.TRAIN.AUTO_RESUME for _, config in request[2])
 
 
-def test_values_with_escapes_arrive_as_in_one_run() -> None:
+def test_values_with_escapes_arrive_as_in_one_run():
     grid = read_grid([r"EXPERIMENT.WANDB.PROJECT=a\,b,c d,'e,f'"])
     found = [load_config(each.argv).config.EXPERIMENT.WANDB.PROJECT for each in grid.combinations]
     assert found == ["a,b", "c d", "e,f"]

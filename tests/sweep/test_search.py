@@ -1,7 +1,5 @@
 """Searches: the space, the study that workers share, and pruning."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +8,10 @@ import pytest
 
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.run_folder import Claim
-from linnaeus.sweep.folder import Sweep, SweepRun
+from linnaeus.sweep.folder import Sweep
 from linnaeus.sweep.search import Study
 from linnaeus.sweep.space import Axis, read_space
 from tests.helpers.run_files import figures, planned_sweep
-from tests.helpers.runs import Run
 from tests.sweep.test_worker import TINY, start
 
 optuna = pytest.importorskip("optuna")
@@ -36,7 +33,7 @@ AXES = [
 @pytest.mark.parametrize(
     ("key", "text", "expected"), AXES, ids=[f"{key}={text}" for key, text, _ in AXES]
 )
-def test_the_values_of_a_key(key: str, text: str, expected: Axis) -> None:
+def test_the_values_of_a_key(key, text, expected):
     space = read_space([f"{key}={text}", "TRAIN.EPOCHS=2"])
     assert space.problems == []
     [axis] = space.axes
@@ -50,11 +47,11 @@ Open = Callable[..., Study]
 
 
 @pytest.fixture
-def open_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+def open_study(tmp_path, monkeypatch):
     """The study of a command line, opened anew as by another worker."""
     monkeypatch.chdir(tmp_path)
 
-    def open_it(*argv: str, trials: int = 3) -> Study:
+    def open_it(*argv, trials=3):
         search = ("--search", "optuna", "--trials", str(trials))
         planned_sweep(*search, *argv, "EXPERIMENT.NAME=s", "TRAIN.EPOCHS=20")
         return Study(Sweep.read(Path("runs/s")))
@@ -62,7 +59,7 @@ def open_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     return open_it
 
 
-def end(run: SweepRun, value: float | None, code: int = 0, headline: str = "top1/a") -> None:
+def end(run, value, code=0, headline="top1/a"):
     """Let the run of a trial end; None for one without a result. Its last validation is as bad as can be."""
     claim = Claim(run.folder)
     claim.begin()
@@ -75,12 +72,12 @@ def end(run: SweepRun, value: float | None, code: int = 0, headline: str = "top1
     claim.release()
 
 
-def states(study: Study) -> list[str]:
+def states(study):
     return [trial.state.name for trial in study.trials()]
 
 
 @pytest.mark.parametrize(("metric", "draws_near"), [("top1/a", True), ("loss", False)])
-def test_a_search_draws_near_to_the_best(open_study: Open, metric: str, draws_near: bool) -> None:
+def test_a_search_draws_near_to_the_best(open_study, metric, draws_near):
     """Of a bowl; the control minimises the loss, which is highest at the best rate."""
     space = f"{LR}=tag(linear,interval(0.01,10))"
     study = open_study(space, "--metric", metric, trials=24)
@@ -99,7 +96,7 @@ def test_a_search_draws_near_to_the_best(open_study: Open, metric: str, draws_ne
     assert (sum(distances[-8:]) < sum(distances[:8])) == draws_near
 
 
-def test_a_study_that_minimizes_is_of_an_earlier_version(open_study: Open) -> None:
+def test_a_study_that_minimizes_is_of_an_earlier_version(open_study):
     planned = open_study(RATES)
     path = planned.sweep.folder / "study.journal"
     path.unlink()
@@ -110,7 +107,7 @@ def test_a_study_that_minimizes_is_of_an_earlier_version(open_study: Open) -> No
         open_study(RATES)
 
 
-def test_two_workers_share_a_study_and_ask_for_no_trial_too_many(open_study: Open) -> None:
+def test_two_workers_share_a_study_and_ask_for_no_trial_too_many(open_study):
     one, other = open_study(RATES), open_study(RATES)
     runs = [asked for study in (one, other, one, other) if (asked := study.ask()) is not None]
     assert [number for number, _ in runs] == [0, 1, 2]
@@ -126,7 +123,7 @@ def test_two_workers_share_a_study_and_ask_for_no_trial_too_many(open_study: Ope
     assert one.ask() is None
 
 
-def test_a_run_that_was_interrupted_is_not_told(open_study: Open) -> None:
+def test_a_run_that_was_interrupted_is_not_told(open_study):
     study = open_study(RATES)
     asked = study.ask()
     assert asked is not None
@@ -135,7 +132,7 @@ def test_a_run_that_was_interrupted_is_not_told(open_study: Open) -> None:
     assert states(study) == ["RUNNING"]
 
 
-def test_equal_points_are_trained_once(open_study: Open) -> None:
+def test_equal_points_are_trained_once(open_study):
     study = open_study(f"{LR}=0.1,0.2", trials=6)
     runs = [asked for _ in range(6) if (asked := study.ask()) is not None]
     for folder in {run.folder for _, run in runs}:
@@ -144,7 +141,7 @@ def test_equal_points_are_trained_once(open_study: Open) -> None:
     assert states(study) == ["COMPLETE"] * 6
 
 
-def test_a_trial_that_was_half_asked_has_failed(open_study: Open) -> None:
+def test_a_trial_that_was_half_asked_has_failed(open_study):
     study = open_study(RATES)
     study.study.ask()
     assert study.ask() is not None
@@ -155,9 +152,7 @@ def test_a_trial_that_was_half_asked_has_failed(open_study: Open) -> None:
     ("options", "headline", "best"),
     [((), "top1/a", 0.9), ((), "loss", 0.1), (("--metric", "loss"), "top1/a", 0.1)],
 )
-def test_the_best_epoch_of_the_best_run_wins(
-    open_study: Open, options: tuple[str, ...], headline: str, best: float
-) -> None:
+def test_the_best_epoch_of_the_best_run_wins(open_study, options, headline, best):
     """Runs without classes have the loss as headline, and less of it is better."""
     study = open_study(RATES, *options)
     runs = [asked for _ in range(3) if (asked := study.ask()) is not None]
@@ -169,7 +164,7 @@ def test_the_best_epoch_of_the_best_run_wins(
 
 @pytest.mark.parametrize("headline", ["top1/a", "loss"])
 @pytest.mark.parametrize("prunes", [True, False])
-def test_the_worst_of_several_is_pruned(open_study: Open, prunes: bool, headline: str) -> None:
+def test_the_worst_of_several_is_pruned(open_study, prunes, headline):
     """After a quarter of the epochs, and where two are left."""
     study = open_study(RATES, *([] if prunes else ["--no-prune"]), trials=7)
     ended = []
@@ -188,7 +183,7 @@ def test_the_worst_of_several_is_pruned(open_study: Open, prunes: bool, headline
     assert ended == ([(6, 6)] if prunes else [])
 
 
-def test_a_metric_that_no_run_has_ends_the_search(open_study: Open) -> None:
+def test_a_metric_that_no_run_has_ends_the_search(open_study):
     study = open_study(RATES, "--metric", "top5/a")
     asked = study.ask()
     assert asked is not None
@@ -196,7 +191,7 @@ def test_a_metric_that_no_run_has_ends_the_search(open_study: Open) -> None:
         study.report(asked[0], {"loss": 0.5, "top1/a": 0.1}, "top1/a", 1, 20)
 
 
-def test_a_search_does_not_mix_two_configurations(open_study: Open, tmp_path: Path) -> None:
+def test_a_search_does_not_mix_two_configurations(open_study, tmp_path):
     file = tmp_path / "my.yaml"
     file.write_text("TRAIN: {AMP: bf16}")
     study = open_study(RATES, "--cfg", "my.yaml")
@@ -208,16 +203,14 @@ def test_a_search_does_not_mix_two_configurations(open_study: Open, tmp_path: Pa
         open_study(f"{LR}=interval(0.1,10)", "--cfg", "my.yaml")
 
 
-def test_optuna_is_asked_for_where_it_is_missing(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optuna_is_asked_for_where_it_is_missing(tmp_path, run, monkeypatch):
     monkeypatch.setattr("linnaeus.cli.sweep.find_spec", lambda name: None)
     refused = run("sweep", "--search", "optuna", "--trials", "2", RATES)
     assert (refused.code, "linnaeus[sweep]" in refused.err) == (2, True)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_whole_search(run_in_child: Run, tmp_path: Path) -> None:
+def test_a_whole_search(run_in_child, tmp_path):
     search = ("--search", "optuna", "--jobs", "2", "--trials", "3", "--plot", "sweep.svg")
     outcome = run_in_child("sweep", *TINY, "TRAIN.EPOCHS=2", RATES, *search)
     assert outcome.code == 0, outcome.out + outcome.err

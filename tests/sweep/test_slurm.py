@@ -1,7 +1,5 @@
 """The script of a job, its submission, and what the job does, with stand-ins for SLURM's commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,7 +15,6 @@ from linnaeus.sweep import slurm
 from linnaeus.sweep.slurm import problems_with
 from tests.helpers.forks import ROOT
 from tests.helpers.run_files import figures, planned_sweep
-from tests.helpers.runs import Run
 from tests.sweep.test_worker import TINY
 
 SBATCH = """\
@@ -34,7 +31,7 @@ exec "$@"
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def commands(tmp_path, monkeypatch):
     """A folder of stand-ins: sbatch takes a job, squeue has none, srun runs the command here."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -61,14 +58,12 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"signal": "B:USR1@0"}, ["signal"]),
     ],
 )
-def test_options_that_would_take_the_place_of_ours_are_refused(
-    given: dict[str, str | None], expected: list[str]
-) -> None:
+def test_options_that_would_take_the_place_of_ours_are_refused(given, expected):
     found = [re.match(r"--slurm ([\w-]+)", problem) for problem in problems_with(given)]
     assert [match and match[1] for match in found] == expected
 
 
-def test_a_run_is_submitted_with_the_script_that_a_dry_run_shows(commands: Path, run: Run) -> None:
+def test_a_run_is_submitted_with_the_script_that_a_dry_run_shows(commands, run):
     words = (
         "train",
         *TINY,
@@ -97,9 +92,7 @@ def test_a_run_is_submitted_with_the_script_that_a_dry_run_shows(commands: Path,
 
 
 @pytest.mark.parametrize("name", ["my exp", 'it\'s "50%" #1', "back\\slash", "plain"])
-def test_values_with_blanks_and_signs_reach_sbatch_whole(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_values_with_blanks_and_signs_reach_sbatch_whole(run, tmp_path, monkeypatch, name):
     """sbatch splits the lines of a script like a shell, and replaces `%` in names of files."""
     (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / name)
@@ -117,9 +110,7 @@ def test_values_with_blanks_and_signs_reach_sbatch_whole(
     assert output == f"{tmp_path / name}/runs/tiny/slurm/42.out"
 
 
-def test_options_of_an_outer_job_are_not_taken_over(
-    commands: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_of_an_outer_job_are_not_taken_over(commands, run, monkeypatch):
     for name in ("SBATCH_ARRAY", "SLURM_ARRAY_TASK_ID", "SLURM_CONF"):
         monkeypatch.setenv(name, "x")
     assert run("train", *TINY, "--launcher", "slurm").code == 0
@@ -127,7 +118,7 @@ def test_options_of_an_outer_job_are_not_taken_over(
     assert "ARRAY" not in said
 
 
-def test_a_sweep_is_an_array_of_workers(commands: Path, run: Run, tmp_path: Path) -> None:
+def test_a_sweep_is_an_array_of_workers(commands, run, tmp_path):
     words = ("sweep", *TINY, "EXPERIMENT.SEED=0,1,2", "--launcher", "slurm", "--slurm", "time=30")
     assert "#SBATCH --array=0-2\n" in run(*words, "--dry-run").out
     done = run(*words, "--jobs", "2")  # which has ended at once
@@ -140,9 +131,7 @@ def test_a_sweep_is_an_array_of_workers(commands: Path, run: Run, tmp_path: Path
 
 
 @pytest.mark.e2e
-def test_what_a_job_does(
-    commands: Path, run: Run, run_in_child: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_job_does(commands, run, run_in_child, monkeypatch):
     """A worker takes the runs; the same job, queued again, goes on with its own run and with no other."""
     assert run("sweep", *TINY, "EXPERIMENT.SEED=0,1", "--launcher", "slurm").code == 1
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -159,9 +148,7 @@ def test_what_a_job_does(
     assert sorted(path.name for path in Path("runs").iterdir()) == ["one", "one.1", "tiny"]
 
 
-def test_a_job_out_of_time_is_queued_again_as_long_as_it_gets_on(
-    commands: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_out_of_time_is_queued_again_as_long_as_it_gets_on(commands, monkeypatch):
     (commands / "srun").write_text("#!/bin/sh\nkill -USR1 $PPID\nexit 1\n")
     (commands / "scontrol").write_text('#!/bin/sh\necho "$*" >> asked\n')
     monkeypatch.setenv("SLURM_JOB_ID", "42")
@@ -173,7 +160,7 @@ def test_a_job_out_of_time_is_queued_again_as_long_as_it_gets_on(
         Path("asked").unlink(missing_ok=True)
 
 
-def test_a_worker_is_submitted_by_itself(commands: Path, run: Run, tmp_path: Path) -> None:
+def test_a_worker_is_submitted_by_itself(commands, run, tmp_path):
     planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
     words = ("work", "runs/tiny", "--launcher", "slurm", "--slurm", "time=30")
     assert run(*words, "--nproc", "2").code == 2
@@ -186,7 +173,7 @@ def test_a_worker_is_submitted_by_itself(commands: Path, run: Run, tmp_path: Pat
     assert run(*words).code == 2
 
 
-def test_ranks_follow_from_the_job(commands: Path) -> None:
+def test_ranks_follow_from_the_job(commands):
     """Each run has a port of its own; a single node needs none of ours."""
     env = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
     words = slurm.prefix(env)

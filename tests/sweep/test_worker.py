@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -10,8 +8,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,9 +18,9 @@ from linnaeus.sweep.folder import Sweep
 from linnaeus.sweep.worker import Child
 from tests.cli.tiny import GATE
 from tests.helpers import forks
-from tests.helpers.forks import ROOT, Process
+from tests.helpers.forks import ROOT
 from tests.helpers.run_files import figures, planned_sweep
-from tests.helpers.runs import Run, wait_until
+from tests.helpers.runs import wait_until
 from tests.helpers.small_runs import validations_of
 
 TINY = (
@@ -40,7 +36,7 @@ TINY = (
 GATED = (*TINY, "DATA.DATASET._target_=tests.cli.tiny.Gated", "DATA.BATCH_SIZE=8", "TRAIN.EPOCHS=3")
 
 
-def start(folder: Path, *argv: str) -> Process:
+def start(folder, *argv):
     with (folder / "shell.txt").open("a") as log:
         return forks.start(
             ["-m", "linnaeus.main", *argv],
@@ -51,14 +47,14 @@ def start(folder: Path, *argv: str) -> Process:
         )
 
 
-def log_of(folder: Path) -> str:
+def log_of(folder):
     return (folder / "shell.txt").read_text()
 
 
 UNEQUAL = {"training_s", "images_per_s", "seconds", "folder", "reason", "exit_code"}
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
+def metrics_of(folder):
     """The table without times: equal for an undisturbed sweep."""
     return [
         {name: value for name, value in run.items() if name not in UNEQUAL}
@@ -66,11 +62,11 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def times_begun(folder: Path) -> int:
+def times_begun(folder):
     return (folder / OUTPUT).read_text().count("starting fresh")
 
 
-def test_a_sweep_with_a_run_that_fails(run_in_child: Run, run: Run, tmp_path: Path) -> None:
+def test_a_sweep_with_a_run_that_fails(run_in_child, run, tmp_path):
     """The second has a class that only the child can look for."""
     key, model = "MODEL._target_", "tests.cli.tiny.Perceptron"
     argv = ("sweep", *TINY, f"{key}={model},{model}s", "--plot", "sweep.svg")
@@ -113,14 +109,14 @@ def test_a_sweep_with_a_run_that_fails(run_in_child: Run, run: Run, tmp_path: Pa
     )
 
 
-def test_a_run_is_refused_in_the_folder_of_a_sweep(run: Run) -> None:
+def test_a_run_is_refused_in_the_folder_of_a_sweep(run):
     planned_sweep(*TINY, "EXPERIMENT.SEED=0,1").write()  # the same again
     refused = run("train", *TINY)
     assert refused.code == 2
     assert "EXPERIMENT.NAME: runs/tiny" in refused.err
 
 
-def test_a_sweep_is_known_by_its_file(tmp_path: Path, run: Run) -> None:
+def test_a_sweep_is_known_by_its_file(tmp_path, run):
     """Renamed it goes on, in its place a worker ends, and without the file its runs are nobody's."""
     sweep = planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
     claim = Claim(sweep.folder / "EXPERIMENT.SEED=0")
@@ -140,7 +136,7 @@ def test_a_sweep_is_known_by_its_file(tmp_path: Path, run: Run) -> None:
     assert (refused.code, "sweep.json" in refused.err) == (2, True)
 
 
-def test_the_second_signal_kills_a_run(tmp_path: Path) -> None:
+def test_the_second_signal_kills_a_run(tmp_path):
     code = (
         "import pathlib, signal\n"
         "signal.signal(signal.SIGINT, lambda *_: pathlib.Path('first').touch())\n"
@@ -149,7 +145,7 @@ def test_the_second_signal_kills_a_run(tmp_path: Path) -> None:
     )
     child = Child(is_step=False)
 
-    def send() -> None:
+    def send():
         for name in ("up", "first"):
             wait_until((tmp_path / name).exists)
             os.kill(os.getpid(), signal.SIGINT)
@@ -165,7 +161,7 @@ def test_the_second_signal_kills_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_run_starts_its_search_where_another_one_ended(run_in_child: Run, tmp_path: Path) -> None:
+def test_a_run_starts_its_search_where_another_one_ended(run_in_child, tmp_path):
     argv = (
         *TINY,
         "DATA.AUTOBATCH.ENABLED=True",
@@ -183,9 +179,7 @@ def test_a_run_starts_its_search_where_another_one_ended(run_in_child: Run, tmp_
 
 
 @pytest.mark.e2e
-def test_a_dead_worker_s_run_goes_on_in_a_worker_that_is_started_later(
-    tmp_path: Path, run_in_child: Run
-) -> None:
+def test_a_dead_worker_s_run_goes_on_in_a_worker_that_is_started_later(tmp_path, run_in_child):
     """Ctrl-C too: the run is given back with a checkpoint."""
     argv = ("sweep", *GATED, "EXPERIMENT.SEED=range(0,8)", "--jobs", "2")
     os.mkfifo(tmp_path / GATE)
@@ -212,8 +206,8 @@ def test_a_dead_worker_s_run_goes_on_in_a_worker_that_is_started_later(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_sweep_that_is_killed_at_random_moments_ends_as_an_undisturbed_one(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Of the processes of the sweep, a worker or a run is killed; workers are started in their place."""
     argv = ("sweep", *TINY, "TRAIN.EPOCHS=60", "EXPERIMENT.SEED=range(0,8)", "--jobs", "2")
     folder, chance = tmp_path / "runs/tiny", random.Random(0)
@@ -246,7 +240,7 @@ def test_a_sweep_that_is_killed_at_random_moments_ends_as_an_undisturbed_one(
         assert json.loads((one / "run.json").read_text())["ended"]["exit_code"] == 0
 
 
-def _is_of(process: psutil.Process, folder: str) -> bool:
+def _is_of(process, folder):
     with suppress(psutil.Error):
         return process.cwd() == folder and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -254,9 +248,7 @@ def _is_of(process: psutil.Process, folder: str) -> bool:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("how", ["renamed", "deleted"])
-def test_a_run_whose_folder_is_renamed_or_deleted_ends_with_an_error(
-    tmp_path: Path, how: str
-) -> None:
+def test_a_run_whose_folder_is_renamed_or_deleted_ends_with_an_error(tmp_path, how):
     """A second start of the same name at that moment has the folder for itself."""
     os.mkfifo(tmp_path / GATE)
     first, folder = start(tmp_path, "train", *GATED), tmp_path / "runs/tiny"
@@ -279,9 +271,7 @@ def test_a_run_whose_folder_is_renamed_or_deleted_ends_with_an_error(
     )
 
 
-def test_a_worker_takes_only_what_nobody_has(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_takes_only_what_nobody_has(tmp_path, run, monkeypatch):
     """A run of another machine is left to it; nothing is trained here."""
     planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
     mine = Claim(tmp_path / "runs/tiny/EXPERIMENT.SEED=0")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from rich.console import Console
-from torch.utils.hooks import RemovableHandle
 
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB, device_memory
@@ -18,7 +16,7 @@ from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.cli.analyze.options import CONFIGURED, VARIANTS, AnalyzeOptions
-from linnaeus.cli.analyze.results import Analysis, Breakdown, Row
+from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle
@@ -29,8 +27,7 @@ from linnaeus.runtime.words import counted
 from linnaeus.size_search.keys import in_keys
 from linnaeus.size_search.report import device_environment
 from linnaeus.size_search.searches import SizeSearch
-from linnaeus.training.build import Assembly, assemble
-from linnaeus.training.out_of_memory import StateBytes, state_bytes
+from linnaeus.training.build import assemble
 
 logger = logging.getLogger("linnaeus.analysis")
 FURTHER_TRIALS = 3
@@ -147,18 +144,11 @@ def _measure_mode(
     """Search every fraction of one mode, the largest first, and time the sizes found."""
     rows = [Row(mode, fraction, variant) for fraction in sorted(options.fractions, reverse=True)]
     try:
-        state, num_found = StateBytes(), 0
-        with (
-            count_after_steps(state, search.assembly, search.world.device),
-            search.finder(mode, status) as finder,
-        ):
+        num_found = 0
+        with search.finder(mode, status) as finder:
             for row in rows:
                 analysis.rows.append(row)
                 num_found += _find(finder, row, is_first=not num_found) is not None
-                if row.peak_bytes is not None:
-                    row.breakdown = break_down(
-                        mode, state, peak_bytes=row.peak_bytes, held_bytes=finder.held_bytes
-                    )
                 size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
                 logger.info(
                     "%s, %s: %s, %s", mode, row.memory, size, counted(len(row.trials), "trial")
@@ -219,55 +209,20 @@ def _find_quickly(finder: BatchSizeFinder, settings: SearchSettings) -> AutoBatc
     return replace(result, limited_by="memory") if result.limited_by == "max_trials" else result
 
 
-def count_after_steps(
-    state: StateBytes, assembly: Assembly, device: torch.device
-) -> RemovableHandle:
-    """Count bytes after each optimizer step, before the gradients are cleared, until the context ends."""
-    return assembly.optimizer.register_step_post_hook(
-        lambda *_: vars(state).update(vars(state_bytes(assembly, device)))
-    )
-
-
-def break_down(
-    mode: Mode, state: StateBytes, *, peak_bytes: int, held_bytes: int, has_buckets: bool = False
-) -> Breakdown:
-    """Split a peak, of which `held_bytes` were held between the trials, without the buckets of gradients.
-
-    >>> parts = break_down("train", StateBytes(100, 4, 0, 100, 200), peak_bytes=1500, held_bytes=600)
-    >>> parts.activations, parts.rest
-    (600, 496)
-
-    A training trial allocates the optimizer state; in validation it is there from the start. With buckets
-    (of DistributedDataParallel), whose views they are, gradients are there in validation too.
-    """
-    gradients = state.gradients if mode == "train" or has_buckets else 0
-    kept = state.parameters + state.buffers + state.average
-    if mode == "val":
-        kept += state.optimizer_state
-    allocated = gradients + (state.optimizer_state if mode == "train" else 0)
-    activations = peak_bytes - held_bytes - allocated
-    counts = asdict(replace(state, gradients=gradients))
-    return Breakdown(**counts, activations=activations, rest=held_bytes - kept)
-
-
 # The environment in which the figures hold.
 
 
 def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
     """The settings that memory depends on."""
-    train, taxonomy = search.train, search.data.taxonomy
-    parameters = list(search.assembly.model.parameters())
-    freezing = search.assembly.freezing
-    dtypes = ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in parameters}))
+    train, model = search.train, search.assembly.model
+    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     return {
         "memory_limit_gb": search.config.AUTOBATCH.MEMORY_LIMIT_GB,
         "model": str(model_node["_target_"] if is_target(model_node) else model_node.NAME),
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "frozen_parameters": 0 if freezing.ends_within(train.EPOCHS) else freezing.num_elements,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "precision": dtypes if train.AMP == "off" else f"{train.AMP} autocast over {dtypes}",
         "optimizer": type(search.assembly.optimizer).__name__,
         "image_size": None if search.data.img_size is None else list(search.data.img_size),
-        "num_classes": None if taxonomy is None else list(taxonomy.num_classes.values()),
         "gradient_checkpointing": train.GRADIENT_CHECKPOINTING,
         "accumulation_steps": train.ACCUMULATION_STEPS,
         "ema": train.EMA.ENABLED,
@@ -285,20 +240,9 @@ def device_sentence(environment: Mapping[str, Any]) -> str:
 
 
 def settings_sentence(environment: Mapping[str, Any]) -> str:
-    """What is run, for people: of `run_settings` all that memory depends on; what is off is left out."""
-    size, classes = environment["image_size"], environment["num_classes"]
-    num_steps = environment["accumulation_steps"]
-    parts = {
-        environment["model"]: True,
-        f"{environment['parameters']:,} parameters": True,
-        f"{environment['frozen_parameters']:,} of them frozen": environment["frozen_parameters"]
-        > 0,
-        f"{'×'.join(map(str, size or []))} pixels": size is not None,
-        f"{' + '.join(map(str, classes or []))} classes": classes is not None,
-        environment["precision"]: True,
-        environment["optimizer"]: True,
-        "gradient checkpointing": environment["gradient_checkpointing"],
-        f"{num_steps} accumulation steps": num_steps > 1,
-        "EMA": environment["ema"],
-    }
-    return ", ".join(part for part, applies in parts.items() if applies)
+    """What is run, for people."""
+    pixels = "×".join(map(str, environment["image_size"] or []))
+    return (
+        f"{environment['model']}, {environment['parameters']:,} parameters, {environment['precision']}, "
+        f"{environment['optimizer']}{pixels and f', {pixels} pixels'}"
+    )

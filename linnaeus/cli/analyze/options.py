@@ -47,7 +47,7 @@ table for GPUs that need not be there. --lr trains for a hundred steps and sugge
 DETAILS = """\
 Only the training and validation steps are timed: loading and the exchange between processes come on top.
 Overrides are those of training (`linnaeus train --help`). Of an option and an override that set the same key,
-the one further right wins.
+the one further right wins; the sizes of validation follow as in a run.
 
 examples:
   linnaeus analyze --cfg my_exp.yaml --fractions 0.6,0.8 --modes train,val
@@ -86,10 +86,6 @@ def _memories(text: str) -> list[Gpu]:
     return [Gpu(f"{size:g} GiB", int(size * GIB)) for size in sizes]
 
 
-def _both(key: str) -> list[str]:
-    return [f"{AUTOBATCH}.{key}", f"{AUTOBATCH}.{key}_VAL"]
-
-
 def _several(choices: Iterable[str], text: str) -> list[str]:
     choices = tuple(choices)
     names = {read_choice(choices, name.strip()) for name in text.split(",")}
@@ -114,16 +110,16 @@ class AnalyzeOptions(Options):
         not_with={"--predict": "runs nothing"},
     )
     min_bs: None = option(
-        "smallest size tried", "N", read_count, keys=_both("MIN_BATCH_SIZE"), not_with=_SIZES
+        "smallest size tried", "N", read_count, key=f"{AUTOBATCH}.MIN_BATCH_SIZE", not_with=_SIZES
     )
     max_bs: None = option(
-        "largest size tried", "N", read_count, keys=_both("MAX_BATCH_SIZE"), not_with=_SIZES
+        "largest size tried", "N", read_count, key=f"{AUTOBATCH}.MAX_BATCH_SIZE", not_with=_SIZES
     )
     memory_limit_gb: None = option(
         "each process may hold TARGET_MEMORY_FRACTION of this at most",
         "X",
         partial(read_number, "number of GiB"),
-        keys=[f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
+        key=f"{AUTOBATCH}.MEMORY_LIMIT_GB",
         not_with=_SIZES,
     )
     fractions: list[float] = option(
@@ -153,13 +149,13 @@ class AnalyzeOptions(Options):
         "steps that one trial runs",
         "N",
         read_count,
-        keys=_both("STEPS_PER_TRIAL"),
+        key=f"{AUTOBATCH}.STEPS_PER_TRIAL",
         not_with=_MEASURED,
     )
     strategy: None = choice(
         "how sizes are searched",
         [*STRATEGIES],
-        keys=[f"{AUTOBATCH}.STRATEGY"],
+        key=f"{AUTOBATCH}.STRATEGY",
         not_with=_MEASURED,
     )
     predict: bool = option(
@@ -192,7 +188,7 @@ class AnalyzeOptions(Options):
     sharding: None = choice(
         "share the model among the processes, or with hybrid among those of each node",
         ("full", "hybrid", "none"),
-        keys=["DIST.SHARDING"],
+        key="DIST.SHARDING",
         needs="--predict",
     )
     lr: bool = option(

@@ -21,8 +21,6 @@ from linnaeus.autobatch.state.sharded import fake_job
 from linnaeus.cli.analyze.measure import (
     Setup,
     add_reason,
-    break_down,
-    count_after_steps,
     run_settings,
     settings_sentence,
     with_variant,
@@ -36,7 +34,6 @@ from linnaeus.runtime.errors import AutoBatchError, ConfigError
 from linnaeus.size_search.bounds import max_batch_sizes
 from linnaeus.size_search.keys import messages_in_keys
 from linnaeus.size_search.searches import SizeSearch
-from linnaeus.training.out_of_memory import StateBytes
 from linnaeus.training.sharding import check_sharding, shards_model
 
 logger = logging.getLogger("linnaeus.analysis")
@@ -155,15 +152,12 @@ class PredictedStep:
         prediction: its peak at any batch size, without the base of a device.
         candidates: the batch sizes that are allowed, ascending.
         bound: why there is none above the candidates, as in `AutoBatchResult.limited_by`.
-        has_buckets: whether the gradients are views of buckets of DistributedDataParallel.
     """
 
     mode: Mode
     prediction: Prediction
-    state: StateBytes
     candidates: Candidates
     bound: str
-    has_buckets: bool
 
 
 def build_on_meta(setup: Setup) -> SizeSearch:
@@ -221,18 +215,15 @@ def predicted_step(search: SizeSearch, mode: Mode) -> PredictedStep:
             f"prediction ({mode}): DATA.AUTOBATCH.MULTIPLE_OF is {config.MULTIPLE_OF}; it has no multiple "
             f"from {low} to {high}"
         )
-    kept = StateBytes()
     try:
-        with count_after_steps(kept, search.assembly, META):
-            prediction = search.predict(mode)
+        prediction = search.predict(mode)
     except UntraceableError as error:
         name = {"train": "training", "val": "validation"}[mode]
         raise ConfigError(
             f"--predict: the {name} step cannot be traced without a GPU: {error}. See docs/prediction.md, or "
             "measure it: leave --predict out on a machine with the GPU"
         ) from error
-    has_buckets = search.world.is_distributed and not search.is_sharded
-    return PredictedStep(mode, prediction, kept, candidates, bound, has_buckets)
+    return PredictedStep(mode, prediction, candidates, bound)
 
 
 # The sizes that fit.
@@ -274,17 +265,7 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
     row.limited_by = (
         step.bound if row.batch_size == step.candidates[len(step.candidates) - 1] else "memory"
     )
-    peak_bytes = prediction.peak_within(row.batch_size, row.budget_bytes) or 0
-    row.peak_bytes = peak_bytes
-    state = step.state
-    held_bytes = prediction.base_bytes + state.parameters + state.buffers + state.average
-    row.breakdown = break_down(
-        step.mode,
-        state,
-        peak_bytes=peak_bytes,
-        has_buckets=step.has_buckets,
-        held_bytes=held_bytes + (state.optimizer_state if step.mode == "val" else 0),
-    )
+    row.peak_bytes = prediction.peak_within(row.batch_size, row.budget_bytes / MARGIN)
 
 
 def rows_of(mode: Mode, variant: str, gpus: Sequence[Gpu], fractions: Sequence[float]) -> list[Row]:
@@ -306,28 +287,19 @@ def rows_of(mode: Mode, variant: str, gpus: Sequence[Gpu], fractions: Sequence[f
 
 def describe(gpus: Sequence[Gpu], settings: dict[str, Any]) -> dict[str, Any]:
     """The environment of a prediction, which is logged too; settings are as those of `run_settings`."""
-    bases = []
-    for gpu in gpus:
-        middle, least, most = (mib / 1024 for mib in gpu.base_mib)
-        spread = "measured" if least == most else f"assumed; reports have {least:.2f} to {most:.2f}"
-        bases.append(f"{middle:.2f} GiB ({spread})")
-    num, limit_gb = settings["world_size"], settings["memory_limit_gb"]
-    notes = [] if limit_gb is None else [f"each process limited to {limit_gb:g} GiB"]
-    notes += [] if num == 1 else [f"{str(num).strip('[]')} processes"]
-    notes += [] if settings["sharding"] == "none" else [f"sharding {settings['sharding']}"]
     logger.info(
-        "predicted, not measured, for %s; in use beside the allocator: %s; margin %.0f%%, torch %s; %s",
-        ", ".join([*(gpu.name for gpu in gpus), *notes]),
-        ", ".join(bases),
+        "predicted, not measured, for %s (processes: %s, sharding: %s); margin %.0f%%, torch %s; %s",
+        ", ".join(gpu.name for gpu in gpus),
+        str(settings["world_size"]).strip("[]"),
+        settings["sharding"],
         100 * (MARGIN - 1),
         torch.__version__,
         settings_sentence(settings),
     )
     logger.info("how exact predictions are, and where they are wrong: docs/prediction.md")
-    devices = [asdict(gpu) for gpu in gpus]
     return {
         "predicted": True,
-        "devices": devices,
+        "devices": [asdict(gpu) for gpu in gpus],
         "margin": MARGIN,
         "torch": torch.__version__,
         **settings,

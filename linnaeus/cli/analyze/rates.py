@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.console import Console
 from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.cli.analyze.measure import Setup, run_settings
 from linnaeus.cli.analyze.options import AnalyzeOptions
-from linnaeus.cli.tables import Figures, table
+from linnaeus.cli.tables import save_figures, table
 from linnaeus.config.schema import ScheduleConfig
 from linnaeus.data.loader import build_loaders
 from linnaeus.runtime.errors import LinnaeusError, OutOfMemoryError
@@ -33,7 +34,7 @@ SMOOTHING, DIVERGED = 0.9, 4
 
 
 @dataclass
-class RateTest(Figures):
+class RateTest:
     """The steps, each with the key's value that gives its rate, the loss and the smoothed loss."""
 
     environment: dict[str, Any] = field(default_factory=dict)
@@ -46,18 +47,31 @@ class RateTest(Figures):
         row = min(self.rows, key=lambda row: row["smoothed"])
         return None if row is self.rows[0] else row[KEY] / 10
 
-    def scalars(self) -> list[dict[str, Any]]:
-        """One row for each step."""
-        return self.rows
-
-    def as_dict(self) -> dict[str, Any]:
-        """Content of the JSON file."""
-        figures = {
+    def save(self, path: Path) -> None:
+        """Write the figures; the ending is the format."""
+        content = {
+            "environment": self.environment,
             "results": self.rows,
             "suggestion": self.suggestion,
             "interrupted": self.interrupted,
         }
-        return {"environment": self.environment, **figures}
+        save_figures(path, content, self.rows)
+
+    def show(self, console: Console) -> None:
+        """Print every fifth step, and the suggestion."""
+        lines = [[f"{value:.3g}" for value in row.values()] for row in self.rows[::5]]
+        console.print(table("Loss while the learning rate rises", [*self.rows[0]], lines))
+        text = "no suggestion: the loss never fell"
+        if (value := self.suggestion) is not None:
+            text = (
+                f"{KEY}={value:.2g} is a tenth of that with the lowest smoothed loss: a suggestion, not a "
+                "measurement of the best rate"
+            )
+        num_samples = self.environment["effective_batch"]
+        console.print(
+            f"{len(self.rows)} of {NUM_STEPS} steps of {num_samples} samples; {text}",
+            soft_wrap=True,
+        )
 
 
 def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None:
@@ -114,17 +128,3 @@ def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None
                 break
     if not test.rows:
         raise LinnaeusError(f"--lr: the loss of the first step is {loss}")
-
-
-def show_rates(test: RateTest, console: Console) -> None:
-    """Print every fifth step, and the suggestion."""
-    lines = [[f"{value:.3g}" for value in row.values()] for row in test.rows[::5]]
-    console.print(table("Loss while the learning rate rises", test.columns, lines))
-    text = "no suggestion: the loss never fell"
-    if (value := test.suggestion) is not None:
-        text = f"{KEY}={value:.2g} is a tenth of that with the lowest smoothed loss: a suggestion, not a "
-        text += "measurement of the best rate"
-    num_samples = test.environment["effective_batch"]
-    console.print(
-        f"{len(test.rows)} of {NUM_STEPS} steps of {num_samples} samples; {text}", soft_wrap=True
-    )

@@ -1,30 +1,22 @@
-"""The results of an analysis, as objects and as plain data for files."""
+"""The results of an analysis: objects, files, the table of each mode, and YAML to paste."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.cli.analyze.options import CONFIGURED
-from linnaeus.cli.tables import Figures
-from linnaeus.training.out_of_memory import StateBytes
+from linnaeus.cli.tables import cell, save_figures, table
 
-
-@dataclass
-class Breakdown(StateBytes):
-    """The parts of a peak, in bytes; they add up to it.
-
-    Attributes:
-        activations: the peak less all other parts: activations, the batch, workspaces of kernels.
-        rest: all else that the process holds between steps: runtime and libraries on the CPU, workspaces and
-            rounding of the caching allocator on an accelerator.
-    """
-
-    activations: int = 0
-    rest: int = 0
+KEYS = {"train": "BATCH_SIZE", "val": "BATCH_SIZE_VAL"}
+MARGIN_NOTE = f"predicted with {100 * (MARGIN - 1):.3g} % margin"
 
 
 @dataclass
@@ -59,7 +51,6 @@ class Row:
     relative_speed: float | None = None
     trials: tuple[TrialRecord, ...] = ()
     reason: str | None = None
-    breakdown: Breakdown | None = None
     device: str = ""
     device_bytes: int = 0
     base_bytes: int = 0
@@ -73,28 +64,18 @@ class Row:
     @property
     def size(self) -> str:
         """The batch size for people."""
-        if self.batch_size is None:
-            return "failed" if self.limited_by == "failed" else "none"
-        return str(self.batch_size)
+        return cell(self.batch_size, "d") or ("failed" if self.limited_by == "failed" else "none")
 
     def figures(self) -> dict[str, Any]:
         """The entries that all files have."""
-        left_out = {"trials", "breakdown"}
+        left_out = {"trials"}
         if not self.device:
             left_out |= {"device", "device_bytes", "base_bytes", "size_without_margin"}
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
-    def as_dict(self) -> dict[str, Any]:
-        """The entry of the JSON file."""
-        return {
-            **self.figures(),
-            "trials": [trial.as_dict() for trial in self.trials],
-            "breakdown": None if self.breakdown is None else asdict(self.breakdown),
-        }
-
 
 @dataclass
-class Analysis(Figures):
+class Analysis:
     """Sizes and speeds; filled while they are measured, so that an interruption loses nothing.
 
     Attributes:
@@ -112,9 +93,8 @@ class Analysis(Figures):
     @property
     def reasons(self) -> list[str]:
         """Why there is no size, each reason once, that of the largest fraction first."""
-        rows = sorted(self.rows, key=lambda row: -row.memory_fraction)
         found: dict[tuple[str, str, str], str] = {}
-        for row in rows:
+        for row in sorted(self.rows, key=lambda row: -row.memory_fraction):
             if row.reason is not None:
                 found.setdefault((row.mode, row.device, row.variant), row.reason)
         return list(dict.fromkeys(found.values()))
@@ -134,7 +114,7 @@ class Analysis(Figures):
 
     def chosen_fraction(self) -> float:
         """The fraction of the sizes to paste: `fraction`, else the largest."""
-        fractions: Collection[float] = {row.memory_fraction for row in self.rows}
+        fractions = {row.memory_fraction for row in self.rows}
         return self.fraction if self.fraction in fractions else max(fractions, default=1.0)
 
     def compare_speeds(self) -> None:
@@ -145,21 +125,74 @@ class Analysis(Figures):
             if row.samples_per_s and first is not None and first.samples_per_s:
                 row.relative_speed = row.samples_per_s / first.samples_per_s
 
-    def scalars(self) -> list[dict[str, Any]]:
-        """One row for each mode, variant, device and fraction."""
-        rows = []
-        for row in self.sorted_rows():
-            parts = asdict(row.breakdown or Breakdown())
-            sizes = {
-                f"{name}_bytes": row.breakdown and num_bytes for name, num_bytes in parts.items()
-            }
-            rows.append({**row.figures(), "num_trials": len(row.trials), **sizes})
-        return rows
-
-    def as_dict(self) -> dict[str, Any]:
-        """Content of the JSON file."""
-        return {
+    def save(self, path: Path) -> None:
+        """Write the figures; the ending is the format. Only JSON has the trials."""
+        rows = self.sorted_rows()
+        trials = [[trial.as_dict() for trial in row.trials] for row in rows]
+        found = zip(rows, trials, strict=True)
+        content = {
             "environment": self.environment,
-            "results": [row.as_dict() for row in self.sorted_rows()],
+            "results": [{**row.figures(), "trials": of_row} for row, of_row in found],
             "interrupted": self.interrupted,
         }
+        table_rows = [{**row.figures(), "num_trials": len(row.trials)} for row in rows]
+        save_figures(path, content, table_rows)
+
+    def show(self, console: Console) -> None:
+        """Print the table of each mode, with its notes, and YAML to paste."""
+        for mode in dict.fromkeys(row.mode for row in self.rows):
+            self._show_sizes(mode, console)
+        parts = self._notes()
+        if text := self.yaml_blocks():
+            parts.append(f"To paste into a configuration:\n\n{text}")
+        for part in parts:
+            console.print(part, soft_wrap=True)
+
+    def _show_sizes(self, mode: Mode, console: Console) -> None:
+        """Print a line for each variant and device: maximum batch size at each fraction, and its speed."""
+        rows = [row for row in self.sorted_rows() if row.mode == mode]
+        lines: dict[tuple[str, str], dict[str, str]] = {}
+        chosen = self.chosen_fraction()
+        for row in rows:
+            names = {"variant": row.variant, "device": row.device}
+            line = lines.setdefault((row.variant, row.device), names)
+            line[f"{row.memory_fraction:.0%}"] = row.size
+        for row in rows:
+            if row.memory_fraction == chosen:
+                peak = None if row.peak_bytes is None else row.peak_bytes / GIB
+                lines[row.variant, row.device] |= {
+                    "peak GiB": cell(peak, ".2f"),
+                    "samples/s": cell(row.samples_per_s, ",.1f"),
+                    "speed": cell(row.relative_speed, ".2f"),
+                }
+        found = list(lines.values())
+        headings = [name for name in found[0] if any(line.get(name) for line in found)]
+        title = f"Maximum batch size, {mode}" + (f", {MARGIN_NOTE}" if rows[0].device else "")
+        cells = [[line.get(name, "") for name in headings] for line in found]
+        console.print(table(title, headings, cells, left=("variant", "device")))
+
+    def _notes(self) -> list[str]:
+        """Where nothing fits, what other than memory bounds a size, and which fraction the peaks are of."""
+        rows = self.sorted_rows()
+        has_sizes = any(row.batch_size is not None for row in rows)
+        found = self.reasons if has_sizes else []  # otherwise the reasons are the command's error
+        bounds: dict[tuple[Mode, str], dict[str, None]] = {}
+        for row in rows:
+            if row.batch_size is not None and row.limited_by not in (None, "memory", "failed"):
+                bounds.setdefault((row.mode, row.limited_by), {})[row.memory] = None
+        for (mode, limit), places in bounds.items():
+            found.append(f"{mode}: {limit}, not memory, bounds the size at {', '.join(places)}")
+        if len({row.memory_fraction for row in rows}) > 1:
+            found.append(f"peak and speed: at {self.chosen_fraction():.0%}")
+        return found
+
+    def yaml_blocks(self) -> str:
+        """YAML with the sizes of the unchanged configuration to paste: one block for each device."""
+        chosen = (CONFIGURED, self.chosen_fraction())
+        blocks: dict[str, str] = {}
+        for row in self.sorted_rows():
+            if (row.variant, row.memory_fraction) == chosen and row.batch_size is not None:
+                origin = f", {MARGIN_NOTE}" if row.device else " of the memory"
+                block = blocks.setdefault(row.device, f"# {row.memory}{origin}\nDATA:")
+                blocks[row.device] = f"{block}\n  {KEYS[row.mode]}: {row.batch_size}"
+        return "\n\n".join(blocks.values())

@@ -13,9 +13,8 @@ from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.cli.analyze.measure import Setup, measure_sizes, settings_sentence
 from linnaeus.cli.analyze.options import AnalyzeOptions
 from linnaeus.cli.analyze.predict import META, gpus_of, predict_sizes
-from linnaeus.cli.analyze.rates import RateTest, measure_rates, show_rates
+from linnaeus.cli.analyze.rates import RateTest, measure_rates
 from linnaeus.cli.analyze.results import Analysis
-from linnaeus.cli.analyze.show import show
 from linnaeus.cli.plots import draw_analysis, draw_rates
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
@@ -42,16 +41,16 @@ def run(options: AnalyzeOptions, config: Config) -> int:
         AutoBatchError: nothing fits at any fraction.
         LinnaeusError: something else that the user can mend; the message says how.
     """
-    analysis: Any = Analysis(fraction=config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION)
-    if options.lr:
-        analysis = RateTest()
+    fraction = config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION
+    analysis: Any = RateTest() if options.lr else Analysis(fraction=fraction)
     joining: AbstractContextManager[World]
+    find: Any
     if options.predict:
         joining = nullcontext(World(META))
         find = partial(predict_sizes, gpus_of(options, config))
     else:
         joining = join(config.EXPERIMENT.DEVICE, config.DIST)
-        find = partial(measure_rates if options.lr else measure_sizes)
+        find = measure_rates if options.lr else measure_sizes
     console = make_console()
     set_up_logging(None, rank=0, console=console)
     try:
@@ -85,7 +84,7 @@ def run(options: AnalyzeOptions, config: Config) -> int:
             if options.plot is not None:
                 _draw(analysis, options.plot)
                 logger.info("picture: %s", options.plot.resolve())
-            (show_rates if options.lr else show)(analysis, console)
+            analysis.show(console)
         close_logging()
     if not options.lr and not any(row.batch_size is not None for row in analysis.rows):
         raise AutoBatchError("\n".join(analysis.reasons))

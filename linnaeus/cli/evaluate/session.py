@@ -20,7 +20,7 @@ from rich.console import Console
 from linnaeus import __version__
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.cli.evaluate.options import EvaluateOptions
-from linnaeus.cli.evaluate.report import Evaluation, show
+from linnaeus.cli.evaluate.report import Evaluation
 from linnaeus.cli.evaluate.samples import sample_table, write_samples
 from linnaeus.cli.parser import check_files
 from linnaeus.cli.plots import draw_evaluation
@@ -262,7 +262,7 @@ def _write(evaluation: Evaluation, output: Path, session: Session) -> None:
         levels = [level for level in evaluation.levels if level.num_samples][-MAX_LEVELS:]
         title = f"{evaluation.about['checkpoint']['name']} on {evaluation.data_title}"
         draw_evaluation(levels, title, written[-1])
-    show(evaluation, session.console)
+    evaluation.show(session.console)
     about = evaluation.about
     logger.info("%.1f samples/s", about["data"]["samples"] / max(about["duration_s"], 1e-9))
     logger.info("written: %s", ", ".join(map(str, written)))

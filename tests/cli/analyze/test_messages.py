@@ -1,24 +1,18 @@
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from linnaeus.autobatch.predict.gpus import GIB
 from linnaeus.cli.analyze.measure import device_sentence
 from linnaeus.cli.analyze.options import AnalyzeOptions, read
 from linnaeus.cli.analyze.predict import gpus_of
-from linnaeus.cli.analyze.results import Analysis, Breakdown, Row
-from linnaeus.cli.analyze.show import show
+from linnaeus.cli.analyze.results import Analysis, Row
 from tests.helpers.consoles import plain_console
-from tests.helpers.messages import Golden, error_of
+from tests.helpers.messages import error_of
 from tests.helpers.predictions import POINTS, WIDE, predicted, row_of
 
 MIB = 1024**2
-LINES: dict[str, tuple[Any, list[str]]] = {
+LINES = {
     "values of options": (
         read,
         [
@@ -79,9 +73,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
 SETTINGS = {
     "model": "vit",
     "parameters": 5000,
-    "frozen_parameters": 0,
     "image_size": [32, 48],
-    "num_classes": [2, 6],
     "precision": "bf16 autocast over float32",
     "optimizer": "AdamW",
     "gradient_checkpointing": True,
@@ -91,18 +83,17 @@ SETTINGS = {
 }
 
 
-def shown(analysis: Analysis) -> str:
+def shown(analysis):
     console, output = plain_console()
-    show(analysis, console)
+    analysis.show(console)
     return output.getvalue()
 
 
-def measured() -> Analysis:
+def measured():
     """Two fractions of each mode, of which one does not fit."""
     rows = []
     for mode in ("train", "val"):
-        parts = Breakdown(parameters=MIB, activations=3 * MIB, rest=MIB)
-        row = Row(mode, 0.9, batch_size=121, limited_by="max_batch_size", breakdown=parts)
+        row = Row(mode, 0.9, batch_size=121, limited_by="max_batch_size")
         row.peak_bytes, row.budget_bytes = 5 * MIB, 6 * MIB
         row.samples_per_s = 100.0
         rows += [row, Row(mode, 0.5, reason=f"AutoBatch ({mode}): no batch size fits")]
@@ -113,7 +104,7 @@ def measured() -> Analysis:
     return analysis
 
 
-def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages(golden, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("folder.png").mkdir()
     said = {title: error_of(function, argv) for title, (function, argv) in LINES.items()}
@@ -142,7 +133,6 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }
     for title, reason in reasons.items():  # a prediction differs from torch to torch
         said[title] = re.sub(r"(takes|a device of) [\d.]+ GiB", r"\1 N GiB", str(reason))
-    parts = Breakdown(parameters=MIB, activations=500 * MIB, rest=100 * MIB)
     row = Row(
         "train",
         0.9,
@@ -150,7 +140,6 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         limited_by="memory",
         peak_bytes=601 * MIB,
         budget_bytes=GIB,
-        breakdown=parts,
     )
     row.device, row.device_bytes, row.size_without_margin = "24 GiB", 24 * GIB, 64
     said["a predicted analysis"] = shown(Analysis(rows=[row]))

@@ -1,19 +1,16 @@
 """The range test of learning rates, `linnaeus analyze --lr`."""
 
-from __future__ import annotations
-
 import csv
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.helpers.predictions import POINTS
-from tests.helpers.runs import SMALL, Run
+from tests.helpers.runs import SMALL
 from tests.training.test_trainer import OVERFLOWING
 
 
-def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run: Run, tmp_path: Path) -> None:
+def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run, tmp_path):
     options = (
         *POINTS,
         "MODEL._target_=tests.cli.tiny.Perceptron",
@@ -37,9 +34,7 @@ def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run: Run, tmp_pa
 
 
 @pytest.mark.parametrize(("amp", "num_rows"), [("fp16", 28), ("off", 30)])
-def test_a_step_that_the_scaler_skips_is_left_out(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amp: str, num_rows: int
-) -> None:
+def test_a_step_that_the_scaler_skips_is_left_out(run, tmp_path, monkeypatch, amp, num_rows):
     monkeypatch.setattr("linnaeus.cli.analyze.rates.NUM_STEPS", 30)
     monkeypatch.setattr("linnaeus.cli.analyze.rates.LAST", 1e-3)
     options = (*OVERFLOWING, "MODEL.num_passes=2", f"TRAIN.AMP={amp}")
@@ -48,9 +43,7 @@ def test_a_step_that_the_scaler_skips_is_left_out(
     assert len(json.loads((tmp_path / "a.json").read_text())["results"]) == num_rows
 
 
-def test_steps_are_those_of_training(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_those_of_training(run, tmp_path, monkeypatch):
     monkeypatch.setattr("linnaeus.cli.analyze.rates.NUM_STEPS", 2)
     options = (
         *SMALL,

@@ -1,7 +1,5 @@
 """Runs of all kinds side by side, from the files that they leave."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -11,31 +9,30 @@ import pytest
 
 from linnaeus.cli.compare import find_runs, run_names
 from linnaeus.cli.plots import draw_runs
-from linnaeus.cli.runs import Comparison, compared, read_run
+from linnaeus.cli.runs import compared, read_run
 from linnaeus.runtime.run_folder import CLAIMS, Claim, Holder, move_aside
 from tests.helpers.consoles import plain_console
 from tests.helpers.run_files import config_text, planned_sweep, write_run, write_validations
-from tests.helpers.runs import Run
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def lines_with(text: str, *words: str) -> list[str]:
+def lines_with(text, *words):
     return [line for line in text.splitlines() if all(word in line for word in words)]
 
 
-def comparison(tmp_path: Path, *names: str, metric: str | None = None) -> Comparison:
+def comparison(tmp_path, *names, metric=None):
     return compared([read_run(tmp_path / name) for name in names], names, metric)
 
 
-def table_of(runs: Comparison, width: int = 200) -> str:
+def table_of(runs, width=200):
     console, output = plain_console()
     console.width = width
-    console.print(runs.table(), *runs.sentences(), sep="\n", soft_wrap=True)
+    console.print(runs.table(console), *runs.sentences(), sep="\n", soft_wrap=True)
     return output.getvalue()
 
 
-def test_runs_started_by_hand_side_by_side(run: Run, tmp_path: Path) -> None:
+def test_runs_started_by_hand_side_by_side(run, tmp_path):
     write_run(tmp_path / "runs/slow", "OPTIMIZER.LR=0.1")
     write_run(tmp_path / "runs/fast", "OPTIMIZER.LR=0.2", "EXPERIMENT.SEED=1", values=(0.5, 0.875))
     outcome = run("compare", "runs", "--output", "a.json", "--plot", "a.svg", "--sort", "metric")
@@ -73,16 +70,14 @@ def test_runs_started_by_hand_side_by_side(run: Run, tmp_path: Path) -> None:
     assert {"slow", "fast", "learning curves", "best top1/kind", "training time"} <= texts
 
 
-def test_runs_are_found_below_folders_by_patterns_and_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_found_below_folders_by_patterns_and_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("runs/lr/LR=10", "runs/lr/LR=2.5", "runs/other"):
         write_run(Path(name), f"EXPERIMENT.NAME={Path(name).name}")
     Path("runs/conf").mkdir()
     Path("runs/conf/config.yaml").write_text("TRAIN.EPOCHS: 3")  # somebody's, not a run's
 
-    def named(*names: str) -> list[str]:
+    def named(*names):
         return run_names(find_runs(names, [], []))
 
     assert named("runs") == ["lr/LR=10", "lr/LR=2.5", "other"]
@@ -90,14 +85,14 @@ def test_runs_are_found_below_folders_by_patterns_and_once(
     assert named("runs/other") == ["other"]
 
 
-def test_a_run_that_a_later_one_moved_aside_is_left_out(run: Run, tmp_path: Path) -> None:
+def test_a_run_that_a_later_one_moved_aside_is_left_out(run, tmp_path):
     """A run that was named so is not, nor is one whose folder is named."""
     for name in ("birds", "moths.2"):
         write_run(tmp_path / "runs" / name, f"EXPERIMENT.NAME={name}")
     assert move_aside(Claim(tmp_path / "runs/birds"))[0] == tmp_path / "runs/birds.1"
     write_run(tmp_path / "runs/birds", "EXPERIMENT.NAME=birds")
 
-    def compared_runs(*names: str) -> list[str]:
+    def compared_runs(*names):
         assert run("compare", *names, "--output", "a.json").code == 0
         content = json.loads((tmp_path / "a.json").read_text())
         assert ("runs/birds.1" in str(content["notes"])) == (names == ("runs",))
@@ -111,7 +106,7 @@ def test_a_run_that_a_later_one_moved_aside_is_left_out(run: Run, tmp_path: Path
     assert (outcome.code, "runs/birds.1" in outcome.err) == (2, True)
 
 
-def test_rows_are_sorted(tmp_path: Path) -> None:
+def test_rows_are_sorted(tmp_path):
     runs = {"c": ("0.3", (0.1, 0.2, 0.3)), "a": ("0.1", (0.5, 0.1)), "b": ("0.2", (0.75,))}
     for name, (rate, values) in runs.items():
         write_run(tmp_path / name, f"OPTIMIZER.LR={rate}", values=values)
@@ -125,9 +120,7 @@ def test_rows_are_sorted(tmp_path: Path) -> None:
     ("argv", "is_noted"),
     [("DATA.DATASET.NAME=synthetic", True), ("DATA.DATASET.NUM_SAMPLES=9", False)],
 )
-def test_metrics_of_different_data_are_not_compared_silently(
-    tmp_path: Path, argv: str, is_noted: bool
-) -> None:
+def test_metrics_of_different_data_are_not_compared_silently(tmp_path, argv, is_noted):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", argv)
     assert (
@@ -136,18 +129,24 @@ def test_metrics_of_different_data_are_not_compared_silently(
     )
 
 
-def test_a_narrow_terminal_folds_and_cuts_nothing(tmp_path: Path) -> None:
-    names = ("one-with-a-long-name", "another-with-a-long-name")
-    for name, rate in zip(names, ("0.1", "0.2"), strict=True):
-        write_run(tmp_path / name, f"OPTIMIZER.LR={rate}", "EXPERIMENT.SEED=1", warmup_steps=3)
-    assert "…" not in table_of(comparison(tmp_path, *names), 60)
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_a_narrow_terminal_leaves_columns_out_and_wraps_no_number(tmp_path, width):
+    """Also one of a preset that changes a dozen keys; a long value is cut."""
+    write_run(tmp_path / "a", "MODEL.FREEZE=[backbone.conv1.weight,backbone.conv2.weight]")
+    write_run(tmp_path / "b", "model=vit_tiny", "OPTIMIZER.LR=0.2", "EXPERIMENT.SEED=1")
+    text = table_of(comparison(tmp_path, "a", "b"), width)
+    assert lines_with(text, "0.7500 @2", "finished", "0.5000")
+    rows = [line for line in text.splitlines() if "│" in line]
+    assert len(rows) == 2
+    assert max(map(len, rows)) <= width
+    assert ("images/s" in text.partition("not shown")[0]) == (width == 200)
 
 
-def status_of(folder: Path) -> str:
+def status_of(folder):
     return read_run(folder).state.status
 
 
-def test_how_far_a_run_has_come(tmp_path: Path) -> None:
+def test_how_far_a_run_has_come(tmp_path):
     assert status_of(write_run(tmp_path / "done")) == "finished"
     stopped = write_run(tmp_path / "stopped", finished=False)
     assert status_of(stopped) == "interrupted"
@@ -160,7 +159,7 @@ def test_how_far_a_run_has_come(tmp_path: Path) -> None:
     assert "no-such-model" in table_of(comparison(tmp_path, "stopped"))
 
 
-def test_the_status_of_a_sweep_is_the_comparison_of_its_runs(run: Run, tmp_path: Path) -> None:
+def test_the_status_of_a_sweep_is_the_comparison_of_its_runs(run, tmp_path):
     rates = ("0.1", "0.2", "0.3", "0.4")
     planned_sweep("EXPERIMENT.NAME=rates", f"OPTIMIZER.LR={','.join(rates)}")
     folders = {rate: tmp_path / f"runs/rates/OPTIMIZER.LR={rate}" for rate in rates}
@@ -182,7 +181,7 @@ def test_the_status_of_a_sweep_is_the_comparison_of_its_runs(run: Run, tmp_path:
     assert lines_with(status.out, "0.4", "12", "node7")
 
 
-def picture_of(tmp_path: Path, *names: str) -> set[str]:
+def picture_of(tmp_path, *names):
     draw_runs(comparison(tmp_path, *names), tmp_path / "a.svg")
     return {
         text.text or ""
@@ -190,7 +189,7 @@ def picture_of(tmp_path: Path, *names: str) -> set[str]:
     }
 
 
-def test_names_in_tables_and_pictures_are_as_they_are(tmp_path: Path) -> None:
+def test_names_in_tables_and_pictures_are_as_they_are(tmp_path):
     """What rich takes for markup, and matplotlib for mathematics or for a line without a label."""
     names = ["[a] :cat:", "[/b]", "_c", "$d$ $e$"]
     for name in names:
@@ -203,7 +202,7 @@ def test_names_in_tables_and_pictures_are_as_they_are(tmp_path: Path) -> None:
     assert lines_with(table, '["heads.4"]')
 
 
-def test_a_picture_names_the_runs_and_draws_those_of_several_seeds_as_one(tmp_path: Path) -> None:
+def test_a_picture_names_the_runs_and_draws_those_of_several_seeds_as_one(tmp_path):
     """A run without the metric stands in it too, and says so."""
     for seed in (0, 1):
         write_run(tmp_path / f"s{seed}", f"EXPERIMENT.SEED={seed}", "OPTIMIZER.LR=0.5")

@@ -1,10 +1,7 @@
 """What counts as a difference between runs, and what a run has measured."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,21 +14,21 @@ from linnaeus.sweep.folder import flattened
 from tests.helpers.run_files import result, write_run, write_validations
 
 
-def config(*argv: str, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def config(*argv, without=()):
     """The configuration of a run with these arguments; a version without some keys has written it."""
     return {key: value for key, value in _flat(*argv).items() if key not in without}
 
 
 @functools.cache
-def _flat(*argv: str) -> dict[str, Any]:
+def _flat(*argv):
     return flattened(yaml.safe_load(to_yaml(load_config(argv).config)))
 
 
-def differing(*runs: tuple[str, ...]) -> list[str]:
+def differing(*runs):
     return differing_keys([config(*argv) for argv in runs])
 
 
-def test_equal_runs_do_not_differ_whatever_they_are_called() -> None:
+def test_equal_runs_do_not_differ_whatever_they_are_called():
     assert differing(("EXPERIMENT.NAME=a",), ("EXPERIMENT.NAME=b", "TRAIN.AUTO_RESUME=True")) == []
     found = differing(("TRAIN.EPOCHS=3", "EXPERIMENT.SEED=4"), ("OPTIMIZER.LR=1",))
     assert found == ["EXPERIMENT.SEED", "OPTIMIZER.LR", "TRAIN.EPOCHS"], (
@@ -39,7 +36,7 @@ def test_equal_runs_do_not_differ_whatever_they_are_called() -> None:
     )
 
 
-def test_a_key_that_follows_another_one_is_left_out_only_where_it_does() -> None:
+def test_a_key_that_follows_another_one_is_left_out_only_where_it_does():
     assert differing(("DATA.BATCH_SIZE=8",), ("DATA.BATCH_SIZE=9",)) == ["DATA.BATCH_SIZE"]
     both = differing(("DATA.BATCH_SIZE=8",), ("DATA.BATCH_SIZE=9", "DATA.BATCH_SIZE_VAL=7"))
     assert both == ["DATA.BATCH_SIZE", "DATA.BATCH_SIZE_VAL"]
@@ -50,7 +47,7 @@ def test_a_key_that_follows_another_one_is_left_out_only_where_it_does() -> None
 
 
 @pytest.mark.parametrize("is_on", ["True", "False"])
-def test_a_size_that_autobatch_has_found_is_no_setting(is_on: str) -> None:
+def test_a_size_that_autobatch_has_found_is_no_setting(is_on):
     runs = [(f"DATA.AUTOBATCH.ENABLED={is_on}", f"DATA.BATCH_SIZE={size}") for size in (8, 9)]
     assert differing(*runs) == ([] if is_on == "True" else ["DATA.BATCH_SIZE"])
     mixed = differing(runs[0], ("DATA.BATCH_SIZE=9",))
@@ -58,8 +55,8 @@ def test_a_size_that_autobatch_has_found_is_no_setting(is_on: str) -> None:
 
 
 def test_a_size_that_autobatch_has_found_is_shown_beside_those_that_were_set(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     for size in (64, 48):
         write_run(tmp_path / str(size), f"DATA.BATCH_SIZE={size}")
     write_run(tmp_path / "found", "DATA.AUTOBATCH.ENABLED=True", "DATA.BATCH_SIZE=96")
@@ -74,26 +71,24 @@ def test_a_size_that_autobatch_has_found_is_shown_beside_those_that_were_set(
 @pytest.mark.parametrize(
     ("value", "expected"), [("raise", []), ("split", ["TRAIN.ON_OUT_OF_MEMORY"])]
 )
-def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(
-    value: str, expected: list[str]
-) -> None:
+def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(value, expected):
     older = config(without=("TRAIN.ON_OUT_OF_MEMORY", "DATA.AUTOBATCH.LOG_LEVEL_VAL"))
     newer = config(f"TRAIN.ON_OUT_OF_MEMORY={value}")
     assert differing_keys([older, newer]) == expected
 
 
-def test_free_keys_and_classes_of_ones_own_differ_by_what_they_have() -> None:
+def test_free_keys_and_classes_of_ones_own_differ_by_what_they_have():
     assert differing(("MODEL.KWARGS={a: 1}",), ("MODEL.KWARGS={a: 1.0}",)) == []
     assert differing(("MODEL.KWARGS={a: 1}",), ()) == ["MODEL.KWARGS.a"]
     assert "MODEL._target_" in differing(("MODEL._target_=my.Model", "MODEL.width=4"), ())
 
 
-def row(found: dict[str, Any] | None, exit_code: int = 0) -> Row:
+def row(found, exit_code=0):
     state = State("finished" if exit_code == 0 else "failed", exit_code=exit_code)
     return Row(Path("runs"), state, planned=found or {})
 
 
-def test_the_metric_that_is_compared() -> None:
+def test_the_metric_that_is_compared():
     rows = [row(None, exit_code=3), row(result(8))]
     assert Comparison(rows).metric == "top1/kind"
     assert Comparison(rows, "loss").metric == "loss"
@@ -102,7 +97,7 @@ def test_the_metric_that_is_compared() -> None:
     assert Comparison(rows, "top1/kind").unknown_metric is None
 
 
-def test_a_run_is_read_again_when_there_is_more_and_only_then(tmp_path: Path) -> None:
+def test_a_run_is_read_again_when_there_is_more_and_only_then(tmp_path):
     write_validations(tmp_path, [0.25, 0.75, None])
     running = read_run(tmp_path)
     assert running.figure("top1/kind") is None, "the last one is not finite"
@@ -116,13 +111,13 @@ def test_a_run_is_read_again_when_there_is_more_and_only_then(tmp_path: Path) ->
     assert (running.figure("top1/kind"), running.figures([])["epoch"]) == (0.5, 4)
 
 
-def test_a_foreign_file_of_metrics_is_read(tmp_path: Path) -> None:
+def test_a_foreign_file_of_metrics_is_read(tmp_path):
     lines = ('{"step": 10, "accuracy": 0.5}', '{"step": 20, "accuracy": 0.75}', '{"note": 1}')
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     found = read_run(tmp_path)
     assert (found.best("accuracy"), found.metrics) == ((0.75, 20), ["accuracy"])
 
 
-def test_the_lowest_loss_is_the_best(tmp_path: Path) -> None:
+def test_the_lowest_loss_is_the_best(tmp_path):
     write_validations(tmp_path, [0.5, 0.25, 0.25], metric="loss")
     assert read_run(tmp_path).best("loss") == (0.25, 2)

@@ -1,13 +1,9 @@
 """`linnaeus evaluate`: the figures that training has logged, other data, files, and what is refused."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -17,7 +13,7 @@ from linnaeus.cli.evaluate.options import read
 from linnaeus.main import cli
 from tests.helpers.datasets import write_image
 from tests.helpers.forks import ROOT, python
-from tests.helpers.runs import TORCHRUN, Run
+from tests.helpers.runs import TORCHRUN
 from tests.helpers.small_runs import lines_of
 
 FOLDERS = ("cats/lion", "cats/lynx", "dogs/[fox] :cat: $a$ <b>", "dogs/wolf")
@@ -46,7 +42,7 @@ BIRDS = (
 EVALUATE = ("evaluate", "runs/tiny", "--trust-code")
 
 
-def write_images(folder: Path, classes: Iterable[str], num_images: int, seed: int = 0) -> Path:
+def write_images(folder, classes, num_images, seed=0):
     """Write so many images into a folder for each class."""
     for position, name in enumerate(classes):
         for number in range(num_images):
@@ -54,18 +50,18 @@ def write_images(folder: Path, classes: Iterable[str], num_images: int, seed: in
     return folder
 
 
-def content_of(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text())
+def content_of(path):
+    content = json.loads(path.read_text())
     return content
 
 
-def only(run_folder: Path, pattern: str) -> Path:
+def only(run_folder, pattern):
     """The one file of an evaluation with such a name."""
     [path] = (run_folder / "evaluations").glob(pattern)
     return path
 
 
-def logged(run_folder: Path) -> dict[str, float]:
+def logged(run_folder):
     last = lines_of(run_folder, "val")[-1]
     return {
         name: value
@@ -75,7 +71,7 @@ def logged(run_folder: Path) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """The folder in which a run on folders of two levels was trained, which has held samples out."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
@@ -86,22 +82,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def birds(trained: Path, run: Run, tmp_path: Path) -> Path:
+def birds(trained, run, tmp_path):
     """The run in a copy of that folder, where the test is."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path / "runs/tiny"
 
 
-def test_a_checkpoint_alone_gives_the_logged_figures(run: Run, birds: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_alone_gives_the_logged_figures(run, birds, tmp_path):
     (birds / "config.yaml").unlink()
     outcome = run(*EVALUATE, "--checkpoint", "last", "--output", str(tmp_path / "found"))
     assert outcome.code == 0, outcome.err
     assert content_of(tmp_path / "found.json")["metrics"] == logged(birds)
 
 
-def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(
-    run: Run, birds: Path
-) -> None:
+def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(run, birds):
     """With the average of the weights, in bfloat16; of other weights it says otherwise."""
     evaluate = [*EVALUATE, "--checkpoint", "last"]
     outcome = run(*evaluate)
@@ -139,7 +133,7 @@ for argv in (train, own, [*own, "--output", "other", "DATA.BATCH_SIZE_VAL=2"]):
 
 @pytest.mark.e2e
 @pytest.mark.distributed
-def test_two_ranks_give_the_logged_figures(tmp_path: Path) -> None:
+def test_two_ranks_give_the_logged_figures(tmp_path):
     """Both start once, train and evaluate; another batch size gives the same counts and another mean loss."""
     write_images(tmp_path / "birds", FOLDERS, 6)
     (tmp_path / "ranks.py").write_text(RANKS)
@@ -157,7 +151,7 @@ def test_two_ranks_give_the_logged_figures(tmp_path: Path) -> None:
     assert sum(samples) == found["data"]["samples"]
 
 
-def test_other_data_needs_no_training_data(run: Run, birds: Path, tmp_path: Path) -> None:
+def test_other_data_needs_no_training_data(run, birds, tmp_path):
     """Fewer classes, in another folder, without the coarse level; labels are those of the run."""
     shutil.rmtree(tmp_path / "birds")
     write_images(tmp_path / "new/val", ("wolf", "lynx"), 3, seed=1)
@@ -176,7 +170,7 @@ def test_other_data_needs_no_training_data(run: Run, birds: Path, tmp_path: Path
     assert ("lynx" in page, "<b>" in page) == (True, False)
 
 
-def test_unknown_classes_are_an_error_or_left_out(run: Run, birds: Path, tmp_path: Path) -> None:
+def test_unknown_classes_are_an_error_or_left_out(run, birds, tmp_path):
     rows = [
         "image,level1,level2",
         *(f"birds/{name}/0.png,{name.replace('/', ',')}" for name in FOLDERS),
@@ -202,7 +196,7 @@ def test_unknown_classes_are_an_error_or_left_out(run: Run, birds: Path, tmp_pat
 
 
 @pytest.mark.e2e
-def test_no_evaluation_replaces_one_of_other_data(run: Run, birds: Path, tmp_path: Path) -> None:
+def test_no_evaluation_replaces_one_of_other_data(run, birds, tmp_path):
     for name, seed in (("a", 1), ("b", 2)):
         write_images(tmp_path / name / "test" / "val", FOLDERS, 1, seed)
     folder = birds / "evaluations"
@@ -217,28 +211,22 @@ def test_no_evaluation_replaces_one_of_other_data(run: Run, birds: Path, tmp_pat
     }
 
 
-def test_another_image_size_is_an_evaluation_of_its_own(run: Run, birds: Path) -> None:
-    outcome = run(*EVALUATE, "DATA.IMG_SIZE=12")
+def test_another_preprocessing_is_an_evaluation_of_its_own(run, birds):
+    keys = (
+        "DATA.IMG_SIZE=12",
+        "DATA.AUGMENT.RESIZE=letterbox",
+        "DATA.AUGMENT.INTERPOLATION=bicubic",
+    )
+    outcome = run(*EVALUATE, *keys)
     assert outcome.code == 0, outcome.err
-    found = content_of(only(birds, "best_*.json"))
-    assert found["data"]["image_size"] == [12, 12]
+    found = content_of(only(birds, "best_*.json"))["data"]
+    names = ("resize", "interpolation", "crop_fraction", "image_size")
+    assert [found[name] for name in names] == ["letterbox", "bicubic", 1.0, [12, 12]]
     outcome = run(*EVALUATE, "DATA.IMG_SIZE=2")  # smaller than the kernel
     assert (outcome.code, "DATA.IMG_SIZE: " in outcome.err) == (2, True)
 
 
-def test_another_way_of_resizing_is_an_evaluation_of_its_own(run: Run, birds: Path) -> None:
-    keys = ("DATA.AUGMENT.RESIZE=letterbox", "DATA.AUGMENT.INTERPOLATION=bicubic")
-    assert run(*EVALUATE).code == 0
-    assert run(*EVALUATE, *keys).code == 0
-    first, second = (
-        content_of(only(birds, pattern))["data"] for pattern in ("best.json", "best_*_*.json")
-    )
-    names = ("resize", "interpolation", "crop_fraction", "image_size")
-    assert [first[name] for name in names] == ["crop", "bilinear", 1.0, [8, 8]]
-    assert [second[name] for name in names] == ["letterbox", "bicubic", 1.0, [8, 8]]
-
-
-def test_a_size_that_is_too_large_names_the_keys(run: Run, birds: Path, tmp_path: Path) -> None:
+def test_a_size_that_is_too_large_names_the_keys(run, birds, tmp_path):
     """The model takes 30 samples."""
     write_images(tmp_path / "many", FOLDERS, 8)
     evaluate = [*EVALUATE, "DATA.DATASET.ROOT=many", "DATA.DATASET.VAL=."]
@@ -250,9 +238,7 @@ def test_a_size_that_is_too_large_names_the_keys(run: Run, birds: Path, tmp_path
 
 
 @pytest.mark.e2e
-def test_a_size_that_autobatch_finds_evaluates_as_the_same_size_set_by_hand(
-    run: Run, birds: Path, tmp_path: Path
-) -> None:
+def test_a_size_that_autobatch_finds_evaluates_as_the_same_size_set_by_hand(run, birds, tmp_path):
     write_images(tmp_path / "many", FOLDERS, 10)
     evaluate = [*EVALUATE, "DATA.DATASET.ROOT=many", "DATA.DATASET.VAL=.", "--output"]
     outcome = run(*evaluate, "found", "DATA.AUTOBATCH.ENABLED_VAL=True")
@@ -265,7 +251,7 @@ def test_a_size_that_autobatch_finds_evaluates_as_the_same_size_set_by_hand(
         assert by_hand[name] == found[name]
 
 
-def test_a_run_without_classes_has_a_loss(run: Run, tmp_path: Path) -> None:
+def test_a_run_without_classes_has_a_loss(run, tmp_path):
     nodes = {
         "DATA.DATASET": "tests.cli.tiny.Pairs",
         "LOSS": "torch.nn.MSELoss",
@@ -294,8 +280,8 @@ def test_a_run_without_classes_has_a_loss(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_a_dataset_of_another_kind_begins_with_the_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, typed: list[str], kept: bool
-) -> None:
+    tmp_path, monkeypatch, own, typed, kept
+):
     argument = "TRAIN: mine.csv" if own.startswith("NAME") else "region: north"
     (tmp_path / "runs/tiny/checkpoints").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -304,9 +290,7 @@ def test_a_dataset_of_another_kind_begins_with_the_defaults(
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_samples_are_listed_the_worst_first(
-    run: Run, birds: Path, tmp_path: Path, ending: str
-) -> None:
+def test_samples_are_listed_the_worst_first(run, birds, tmp_path, ending):
     if ending == "parquet":
         pytest.importorskip("pyarrow")
     outcome = run(*EVALUATE, "--checkpoint", "last", "--samples", f"new/s.{ending}")
@@ -325,7 +309,7 @@ def test_samples_are_listed_the_worst_first(
     assert (tmp_path / "new/worst.png").stat().st_size > 1000
 
 
-def test_samples_are_for_image_files(run: Run, tmp_path: Path) -> None:
+def test_samples_are_for_image_files(run, tmp_path):
     points = ("DATA.DATASET._target_=tests.cli.tiny.Points", "MODEL.width=4")
     assert run(*TINY, *points, "MODEL._target_=tests.cli.tiny.Perceptron").code == 0
     outcome = run(*EVALUATE, "--samples", "s.csv")

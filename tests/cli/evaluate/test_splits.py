@@ -1,7 +1,5 @@
 """The splits of a run afterwards: `split.csv`, the test split's metrics, and the commands that read them."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 
@@ -11,13 +9,13 @@ from linnaeus.main import cli
 from tests.cli.evaluate.test_evaluate import BIRDS, FOLDERS, content_of, write_images
 
 
-def rows_of(file: Path) -> list[list[str]]:
+def rows_of(file):
     with file.open(newline="") as text:
         return list(csv.reader(text))
 
 
 @pytest.fixture
-def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def three(tmp_path, monkeypatch):
     """A run with three splits."""
     monkeypatch.chdir(tmp_path)
     for seed, split in enumerate(("Training", "Validation", "Testing")):
@@ -26,7 +24,7 @@ def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs/tiny"
 
 
-def test_the_best_checkpoint_is_evaluated_on_the_test_split(three: Path) -> None:
+def test_the_best_checkpoint_is_evaluated_on_the_test_split(three):
     test = content_of(three / "result.json")["test"]
     assert cli(["evaluate", "runs/tiny", "--trust-code", "DATA.DATASET.ROOT=birds/Testing"]) == 0
     (file,) = (three / "evaluations").glob("best_*.json")
@@ -34,7 +32,7 @@ def test_the_best_checkpoint_is_evaluated_on_the_test_split(three: Path) -> None
     assert {name: found[name] for name in test} == test
 
 
-def test_evaluate_and_predict_read_the_split_that_was_trained(three: Path) -> None:
+def test_evaluate_and_predict_read_the_split_that_was_trained(three):
     """Also after images were added, which a new division would move between the splits."""
     header, *rows = rows_of(three / "split.csv")
     assert header == ["path", "split", "level1", "level2"]
