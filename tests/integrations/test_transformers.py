@@ -214,7 +214,7 @@ def test_training_takes_no_more_memory_than_a_trial_of_its_size() -> None:
                 made.train()
             else:
                 with trial.rehearsal(made) as steps:
-                    look, _ = trial_data(made, "train", None, {})
+                    look, _ = trial_data(made, "train", None, 1.0)
                     for _ in range(2):
                         steps.train(steps.batches(look.batch(16), 4))
         peaks.append(ledger.peak_bytes)
