@@ -238,6 +238,7 @@ class BatchSizeFinder:
             found = replace(found, certified=False)
         if self._has_grown():  # no part of `state` holds it
             self._check_leak()
+        if self._has_grown():  # by more than the last batch
             logger.warning(
                 "warning: the process holds %s more than when the search began, although each trial is "
                 "undone: the step keeps tensors from call to call, as a cache does. Tensors that it keeps "
