@@ -249,6 +249,7 @@ class BatchSizeFinder:
             )
         if self._has_grown():  # no part of `state` holds it
             self._check_leak()
+        if self._has_grown():  # by more than the last batch
             logger.warning(
                 "warning: the process holds %s more than when the search began, although each trial is "
                 "undone: the step keeps tensors from call to call, as a cache does. Tensors that it keeps "

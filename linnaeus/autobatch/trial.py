@@ -305,7 +305,7 @@ class TrialRunner:
             grown = _variation([step.grown_bytes for step in equal])
             self.varies_by[size] = max(grown, self.varies_by.get(size, 0.0))
         if is_alone and not failures and memory.num_retries() > self._num_retries:
-            failures.append(OutOfMemory("the allocator had to flush its cache"))
+            failures.append(OutOfMemory("an allocation did not fit at once"))
         return (failures[0] if failures else None), peak_bytes + memory.placement_bytes
 
     def _batch(self, size: int) -> Any:

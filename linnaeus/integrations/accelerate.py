@@ -16,10 +16,10 @@ from torch.utils.data import default_collate
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import joined_ranks
 from linnaeus.autobatch.settings import kind_of
-from linnaeus.integrations.common import checked_options, find_size, look_for_largest
+from linnaeus.integrations.common import checked_options, find_size
+from linnaeus.integrations.samples import Largest
 
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
-_OWN = {"step", "make_batch", "mode", "device"}
 _REMEDY = (
     "give a list of the largest samples as dataset, or a collate_fn that makes the largest batch"
 )
@@ -69,8 +69,8 @@ def find_batch_size(
             f"accelerator is {kind_of(accelerator)}; it must be an accelerate.Accelerator"
         )
     search["target_memory_fraction"] = target_memory_fraction
-    search = checked_options("find_batch_size()", search, _OWN)
-    with joined_ranks(search.get("group")) as control:  # what one process raises ends all of them
+    search = checked_options("find_batch_size()", search)
+    with joined_ranks() as control:  # what one process raises ends all of them
         kind = str(accelerator.distributed_type).rpartition(".")[2]
         is_split = accelerator.split_batches and kind not in _SHARDED
         if kind in _SHARDED or (is_split and accelerator.num_processes > 1):
@@ -80,8 +80,13 @@ def find_batch_size(
                 "batch size of your own"
             )
         device = accelerator.device
-        look = look_for_largest(
-            dataset, collate_fn, search, device, remedy=_REMEDY, num_workers=num_workers
+        look = Largest(
+            dataset,
+            collate_fn,
+            remedy=_REMEDY,
+            timeout_minutes=search["timeout_minutes"],
+            device=device,
+            num_workers=num_workers,
         )
         num_batches = min(accelerator.gradient_accumulation_steps, 2)
 
@@ -105,7 +110,6 @@ def find_batch_size(
             search,
             control=control,
             looks=[look],
-            bounds=search.pop("bounds", None),
             state=[model, optimizer, accelerator.scaler, *state],
             device=device,
         )

@@ -24,10 +24,10 @@ from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import UNBOUNDED, SearchSettings
 from linnaeus.autobatch.split import nearest
 from linnaeus.autobatch.state.snapshot import is_optimizer, parameters_of
-from linnaeus.integrations.samples import LOOK_S, Largest
+from linnaeus.integrations.samples import Largest
 
-SET_BY_TRAINER = frozenset({"step", "make_batch", "state", "mode", "device", "bounds", "group"})
-"""Arguments of `auto_find_batch_size` that an integration with a framework's trainer sets itself."""
+SET_BY_ADAPTER = {"step", "make_batch", "state", "mode", "device", "bounds", "group"}
+"""Arguments of `auto_find_batch_size` that an adapter sets itself."""
 
 NOTABLE_GROWTH = 4
 """A batch that has grown by more than this factor asks for another learning rate."""
@@ -38,9 +38,7 @@ NOTABLE_BYTES = 2**20
 logger = logging.getLogger("linnaeus.autobatch")
 
 
-def checked_options(
-    name: str, options: Mapping[str, Any], refused: Collection[str] = SET_BY_TRAINER
-) -> dict[str, Any]:
+def checked_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Check names and values of options for a search, and return them with the defaults of the others.
 
     >>> checked_options("val_options", {"max_batch_size": None})["max_batch_size"] == UNBOUNDED
@@ -49,13 +47,12 @@ def checked_options(
     Args:
         name: what the user has given them to, such as `autobatch()` or `val_options`.
         options: by the names of arguments of `auto_find_batch_size`.
-        refused: those that the integration sets itself.
 
     Raises:
-        TypeError, ValueError: a name that is none of those, or is refused; a value of the wrong type, or out
-            of its range.
+        TypeError, ValueError: a name that is none of those, or in `SET_BY_ADAPTER`; a value of the wrong
+            type, or out of its range.
     """
-    allowed = inspect.signature(auto_find_batch_size).parameters.keys() - refused
+    allowed = inspect.signature(auto_find_batch_size).parameters.keys() - SET_BY_ADAPTER
     for option in options:
         if option not in allowed:
             listed = ", ".join(sorted(allowed))
@@ -142,25 +139,10 @@ def find_size(
     return result
 
 
-def look_for_largest(
-    dataset: Any,
-    collate: Callable[[list[Any]], Any],
-    options: Mapping[str, Any],
-    device: torch.device,
-    **others: Any,
-) -> Largest:
-    """Look at samples for at most half of the time that a search has.
-
-    In a search of the host's memory, what the loader reads for each batch counts.
-    """
-    seconds = min(LOOK_S, 30 * SearchSettings.of(options).timeout_minutes)
-    return Largest(dataset, collate, seconds=seconds, keeps=device.type != "cpu", **others)
-
-
 class WholeLoop:
     """Runs the last step of a loop beside as much memory as the loop keeps of its batches by then.
 
-    Two steps run first: the second one shows the tensors that each step leaves behind.
+    Two steps run first: the second one shows the tensors that each step leaves behind. A call runs one step.
 
     Args:
         device: whose tensors count.
@@ -175,24 +157,28 @@ class WholeLoop:
         self._device, self._name, self._state, self._joins = device, name, state, joins
         self._held_bytes, self._is_told = 0, False
 
-    def __call__(self, run: Callable[[], Any], num_steps: int) -> None:
-        """Run up to three steps; `run` returns what the loop keeps beside what the step itself keeps."""
-        kept = [self.first(run)]
-        if num_steps > 1:
-            kept.append(run())
-            self.last(run, num_steps)
+    def __call__(self, run: Callable[[], Any], number: int, num_steps: int) -> Any:
+        """Run a step, and after the second one the loop's last one too if the loop keeps a notable amount.
 
-    def first(self, run: Callable[[], Any]) -> Any:
-        """Run the first step."""
+        Args:
+            run: the step; returns what the loop keeps beside what the step itself keeps.
+            number: of the step in its trial, from 1.
+            num_steps: of the loop.
+
+        Returns:
+            What `run` has returned. The caller holds it until the next step.
+        """
         kept = run()
-        self._held_bytes = self._tensor_bytes()
+        if number == 1:
+            self._held_bytes = self._tensor_bytes()
+        elif number == 2 < num_steps:
+            self._run_last(run, num_steps)
         return kept
 
-    def last(self, run: Callable[[], Any], num_steps: int) -> None:
-        """After the second step, run the last one of so many if the loop keeps a notable amount."""
+    def _run_last(self, run: Callable[[], Any], num_steps: int) -> None:
         kept_bytes = self._tensor_bytes() - self._held_bytes
         total_bytes = kept_bytes * num_steps
-        if num_steps < 3 or total_bytes < NOTABLE_BYTES:
+        if total_bytes < NOTABLE_BYTES:
             return
         if not self._is_told:
             self._is_told = True

@@ -35,6 +35,8 @@ LOOKED_AT, LOOK_S = 2000, 30.0
 PARTS = 8
 """Parts of the samples looked at: how their largest differ from that of all tells how far it may grow."""
 
+_CPU = torch.device("cpu")
+
 Shapes = tuple[tuple[int, ...], ...]
 """Of each tensor in a batch."""
 
@@ -102,8 +104,9 @@ class Largest:
         dataset: samples by index.
         collate: makes a batch of samples.
         remedy: what to do where the largest batch cannot be known, for the messages.
-        seconds: after so many no further sample is looked at.
-        keeps: whether samples of batches stay in host memory, since making one anew takes time.
+        timeout_minutes: of the search, half of which the look may take.
+        device: of the search. On an accelerator, samples of batches stay in host memory; in a search of the
+            host's memory, what a loader reads for each batch counts.
         **loading: the loader's arguments, such as `num_workers`, to read the samples as it does.
 
     Attributes:
@@ -122,8 +125,8 @@ class Largest:
         collate: Callable[[list[Any]], Any],
         *,
         remedy: str = "make the largest batch by hand",
-        seconds: float = LOOK_S,
-        keeps: bool = False,
+        timeout_minutes: float = 1.0,
+        device: torch.device = _CPU,
         **loading: Any,
     ) -> None:
         self._num_needed, self._remedy, self._name = 1, remedy, type(dataset).__name__
@@ -132,10 +135,10 @@ class Largest:
             raise self._refusal("it is not read by index")
         if not len(dataset):
             raise ValueError("dataset is empty; it must have a sample")
-        started = time.monotonic()
+        started, seconds = time.monotonic(), min(LOOK_S, 30 * timeout_minutes)
         self.margin = self._share = 1.0
         self._collate, self._read = collate, dataset.__getitem__
-        if keeps:
+        if device.type != "cpu":
             self._read = cache(self._read)
         with preserved_generators():
             indices = Random(0).sample(range(len(dataset)), min(len(dataset), LOOKED_AT))

@@ -244,7 +244,7 @@ def test_a_large_dataset_is_looked_at_in_part_and_the_rest_estimated() -> None:
     heavy = [int(1 / (1e-3 + index * 7919 % 30_000 / 30_000)) for index in range(30_000)]
     assert 1.02 < Largest(Many(heavy), padded).margin < 3
     in_a_hurry = Many(rows.sizes)
-    Largest(in_a_hurry, padded, seconds=0)
+    Largest(in_a_hurry, padded, timeout_minutes=0)
     assert len(in_a_hurry.read) < PROBED
 
 

@@ -418,6 +418,17 @@ def test_the_traceback_of_a_failed_trial_keeps_nothing_alive(wraps: str) -> None
     assert len(kept) == (wraps == "keeps")
 
 
+@pytest.mark.parametrize("mib", [50, 200])
+def test_a_size_whose_error_the_step_catches_does_not_fit(mib: int) -> None:
+    def step(batch: Tensor) -> None:
+        with contextlib.suppress(MemoryError):
+            torch.empty(mib * MIB // 4)
+
+    runner = make_runner(step, samples, nn.Linear(16, 1), room_mib=100, warm=None)
+    with pytest.raises(OutOfMemory) if mib > 100 else contextlib.nullcontext():
+        runner(4)
+
+
 # -- compilation
 
 

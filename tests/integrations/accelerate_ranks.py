@@ -12,7 +12,6 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from linnaeus.autobatch.state import snapshot
 from linnaeus.integrations.accelerate import find_batch_size
 from linnaeus.utils.autobatch import auto_find_batch_size
 from tests.helpers.bits import differences
@@ -26,7 +25,7 @@ LARGEST = 1024
 class Wide(nn.Module):
     """A model of little more than half a MiB of activations a sample, with BatchNorm and dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.enter, self.norm, self.leave = (
             nn.Linear(16, WIDTH),
@@ -34,36 +33,34 @@ class Wide(nn.Module):
             nn.Linear(WIDTH, 4),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         hidden = self.norm(self.enter(x))
         for _ in range(16):
             hidden = torch.sin(hidden * 1.01)
-        result: torch.Tensor = self.leave(nn.functional.dropout(hidden, 0.1, self.training))
+        result = self.leave(nn.functional.dropout(hidden, 0.1, self.training))
         return result
 
 
-def dataset() -> TensorDataset:
+def dataset():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4096, 16, generator=generator)
     return TensorDataset(x, (x[:, 0].abs() * 2).long().clamp(max=3))
 
 
-def fresh(**options: Any) -> Accelerator:
+def fresh(**options):
     """An accelerator as at the start of a process whose group is there."""
     for state in (AcceleratorState, GradientState):
         state._shared_state.clear()
     return Accelerator(cpu=True, **options)
 
 
-def parts() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def parts():
     model = Wide()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
 
 
-def train(
-    accelerator: Accelerator, batch_size: int, *built: Any, num_steps: int = 4
-) -> dict[str, Any]:
+def train(accelerator, batch_size, *built, num_steps=4):
     """So many optimizer steps; everything that a search could have left its mark on."""
     model, optimizer, scheduler = built or parts()
     loader = DataLoader(dataset(), batch_size=batch_size, shuffle=True, drop_last=True)
@@ -93,13 +90,13 @@ def train(
     }
 
 
-def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+def loss_of(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def find_first() -> dict[str, Any]:
+def find_first():
     """The size found, and whether training after the search is that of a run with this size by hand."""
-    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}
+    options = {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}
     torch.manual_seed(7)
     accelerator, (model, optimizer, scheduler) = fresh(**options), parts()
     prepared = accelerator.prepare(model, optimizer)
@@ -120,26 +117,16 @@ def find_first() -> dict[str, Any]:
     }
 
 
-def not_restored() -> Any:
-    """The negative control."""
-    restore = snapshot.set_rng_state
-    snapshot.set_rng_state = lambda state, device: None  # type: ignore[attr-defined]
-    try:
-        return find_first()
-    finally:
-        snapshot.set_rng_state = restore  # type: ignore[attr-defined]
-
-
-def lengths() -> Any:
+def lengths():
     """The lengths of the batches that trials ran, of samples that differ in it."""
     accelerator, seen = fresh(), set[int]()
     model, optimizer, _ = parts()
 
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss(model, batch):
         seen.add(batch.shape[1])
         return model(batch[:, :16]).sum()
 
-    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+    def collate(samples):
         longest = max(map(len, samples))
         return torch.stack(
             [nn.functional.pad(sample, (0, longest - len(sample))) for sample in samples]
@@ -151,15 +138,15 @@ def lengths() -> Any:
     return sorted(seen)
 
 
-def sparse() -> Any:
+def sparse():
     """The size for batches with a sparse tensor."""
     accelerator = fresh()
     model, optimizer, _ = parts()
 
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    def loss(model, batch):
         return model(torch.sparse.mm(batch["near"], batch["x"])).sum()
 
-    def collate(samples: list[torch.Tensor]) -> Any:
+    def collate(samples):
         return {"x": torch.stack(samples), "near": torch.eye(len(samples)).to_sparse()}
 
     search = {"collate_fn": collate, "memory_limit_gb": 8.0, "max_batch_size": 4}
@@ -168,7 +155,7 @@ def sparse() -> Any:
     return find_batch_size(accelerator, *prepared, loss, samples, **search)
 
 
-def alive() -> list[bool]:
+def alive():
     """Whether the batch is still held when the optimizer steps: in a trial, then in a loop."""
     accelerator, held, batches = fresh(), list[bool](), list[Any]()
     model, optimizer = accelerator.prepare(*parts()[:2])
@@ -176,7 +163,7 @@ def alive() -> list[bool]:
         lambda *_: held.append(bool(batches) and batches[-1]() is not None)
     )
 
-    def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    def loss(model, batch):
         batches.append(weakref.ref(batch[0]))
         return loss_of(model, batch)
 
@@ -192,16 +179,16 @@ def alive() -> list[bool]:
 class Broken:
     """A dataset that the last process cannot read."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if PartialState().process_index == PartialState().num_processes - 1:
             raise KeyError("mine")
         return dataset()[index]
 
 
-def broken() -> str:
+def broken():
     """The error of a search on a dataset that the last process cannot read."""
     accelerator = fresh()
     try:
@@ -211,7 +198,7 @@ def broken() -> str:
     return ""
 
 
-def work(rank: int, folder: str) -> dict[str, Any]:
+def work(rank, folder):
     """Of two ranks if the environment says so, else of one."""
     num_ranks = int(os.environ.get("NUM_RANKS", "1"))
     if num_ranks > 1:
@@ -225,7 +212,6 @@ def work(rank: int, folder: str) -> dict[str, Any]:
         {}
         if num_ranks > 1
         else {
-            "not restored": not_restored(),
             "lengths": lengths(),
             "sparse": sparse(),
             "alive": alive(),

@@ -12,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 pytest.importorskip("transformers")
@@ -38,12 +37,12 @@ for name in ("transformers", "trl", "datasets", "accelerate"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def tokens(index: int) -> list[int]:
+def tokens(index):
     """16 to 128 tokens; the longest are few."""
     return [3 + (index + place) % 97 for place in range(16 + index * 37 % (LONGEST - 15))]
 
 
-def text(row: list[int]) -> str:
+def text(row):
     """The words of these tokens."""
     return "".join(f" w{token}" for token in row)
 
@@ -51,16 +50,16 @@ def text(row: list[int]) -> str:
 class Text(Dataset[dict[str, Any]]):
     """Sequences of 16 to 128 tokens."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return NUM_SAMPLES
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         if index >= NUM_SAMPLES:
             raise IndexError(index)
         return {"input_ids": tokens(index)}
 
 
-def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+def collate(samples):
     """Pads to the longest."""
     longest = max(len(sample["input_ids"]) for sample in samples)
     ids, labels = (torch.full((len(samples), longest), fill) for fill in (2, -100))
@@ -71,12 +70,12 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
 
 
-def model(kind: type = GPT2LMHeadModel, **config: Any) -> Any:
+def model(kind=GPT2LMHeadModel, **config):
     torch.manual_seed(0)
     return kind(GPT2Config(**{**SIZES, **TOKENS, **config}))
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     """A tokenizer of words: `w7` is token 7."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -91,7 +90,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def arguments(kind: type = TrainingArguments, **options: Any) -> Any:
+def arguments(kind=TrainingArguments, **options):
     """Three steps on the CPU that write nothing but what they are asked for."""
     own = {
         "output_dir": "unused",
@@ -108,14 +107,14 @@ def arguments(kind: type = TrainingArguments, **options: Any) -> Any:
     return kind(**{**own, **options})
 
 
-def trainer(kind: type = Trainer, callbacks: Any = None, **options: Any) -> Any:
+def trainer(kind=Trainer, callbacks=None, **options):
     """A trainer of a small GPT-2 on `Text`."""
     seed_all(0)
     data = {"train_dataset": Text(), "eval_dataset": Text(), "data_collator": collate}
     return kind(model(), arguments(**options), callbacks=callbacks, **data)
 
 
-def trl_trainer(name: str, **options: Any) -> Any:
+def trl_trainer(name, **options):
     """A trainer of TRL on tokenized data of its own form."""
     import datasets
     import trl
@@ -148,12 +147,12 @@ def trl_trainer(name: str, **options: Any) -> Any:
 class Calls(TrainerCallback):
     """Every call of a callback, with step, sizes and random numbers."""
 
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
+    def __init__(self):
+        self.seen = []
 
 
-def _watch(name: str) -> Any:
-    def called(self: Calls, args: Any, state: Any, control: Any, **rest: Any) -> None:
+def _watch(name):
+    def called(self, args, state, control, **rest):
         random_state = rng_state(torch.device("cpu"))
         numbers = [
             random_state["python"],
@@ -175,7 +174,7 @@ for _name in vars(TrainerCallback):
         setattr(Calls, _name, _watch(_name))
 
 
-def outcome(trained: Any, calls: Calls | None = None) -> dict[str, Any]:
+def outcome(trained, calls=None):
     """All that a run leaves: weights, optimizer, schedule, logs, counts, random numbers and calls."""
     optimizer = trained.optimizer.state_dict()
     return {
@@ -207,28 +206,28 @@ def outcome(trained: Any, calls: Calls | None = None) -> dict[str, Any]:
 class Recorder(Trainer):
     """A trainer of one's own that logs, remembers the shape of each training batch, and draws numbers."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.shapes: list[tuple[int, ...]] = []
+        self.shapes = []
         self.total = torch.zeros(())
 
-    def create_optimizer(self, *arguments: Any) -> Any:
+    def create_optimizer(self, *arguments):
         torch.rand(())
         return super().create_optimizer(*arguments)
 
-    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+    def compute_loss(self, model, inputs, *arguments, **options):
         self.log({"number": len(self.shapes)})
         self.shapes += [tuple(inputs["input_ids"].shape)] if model.training else []
         self.total += torch.rand(())
         return super().compute_loss(model, inputs, *arguments, **options)
 
 
-def left_by(made: Any, calls: Calls | None = None) -> dict[str, Any]:
+def left_by(made, calls=None):
     """What a run of a `Recorder` leaves."""
     return {**outcome(made, calls), "shapes": [*made.shapes], "total": made.total.clone()}
 
 
-def by_hand(found: Any, calls: Calls | None = None, **options: Any) -> Any:
+def by_hand(found, calls=None, **options):
     """A trainer that was given the sizes that another has found, and has trained."""
     names = (
         "per_device_train_batch_size",

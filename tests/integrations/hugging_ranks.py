@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch.distributed as torch_dist
 
@@ -21,7 +19,7 @@ from tests.integrations.hugging import Recorder, by_hand, left_by, trainer
 class Broken(Trainer):
     """Fails on rank 1."""
 
-    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+    def compute_loss(self, *arguments, **options):
         if torch_dist.get_rank() == 1:
             raise ValueError("rank 1 is broken")
         return super().compute_loss(*arguments, **options)
@@ -30,13 +28,13 @@ class Broken(Trainer):
 class BrokenData(Trainer):
     """Cannot make its loader on rank 1, before any search."""
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self):
         if torch_dist.get_rank() == 1:
             raise FileNotFoundError("rank 1 has no data")
         return super().get_train_dataloader()
 
 
-def compared(rank: int) -> dict[str, Any]:
+def compared(rank):
     """What a search and training give, beside training with the size given by hand."""
     options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     found = trainer(Recorder, **options)
@@ -52,7 +50,7 @@ def compared(rank: int) -> dict[str, Any]:
     }
 
 
-def failure(kind: type) -> str:
+def failure(kind):
     try:
         autobatch(trainer(kind), max_batch_size=2).train()
     except Exception as error:
@@ -60,7 +58,7 @@ def failure(kind: type) -> str:
     return ""
 
 
-def work(rank: int, folder: str) -> dict[str, Any]:
+def work(rank, folder):
     """Trainers of transformers."""
     join_as_torchrun(rank, 2, folder)
     autobatch(

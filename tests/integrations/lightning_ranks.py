@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from lightning.pytorch import seed_everything
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from linnaeus.integrations.lightning import AutoBatch
@@ -26,7 +23,7 @@ RANKS = {"devices": 2, "strategy": "ddp"}
 class Talkative(Net):
     """Each step has collectives: of logging, of a metric, of a gather, and one of its own."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("loss", loss, sync_dist=True)
         self.log("accuracy", self.accuracy.compute())
@@ -36,13 +33,11 @@ class Talkative(Net):
         torch_dist.all_reduce(total)
         return loss + 0.1 * gathered.mean() + 0 * total
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
-def compared(
-    module: Callable[[int], Any], given: Callable[[int], Any], **options: Any
-) -> dict[str, Any]:
+def compared(module, given, **options):
     """The size found, and what differs from the run with that size by hand."""
     callback = AutoBatch(**{"max_batch_size": 12, **options.pop("search", {})})
     options = {**RANKS, "max_epochs": 1, **options}
@@ -69,11 +64,11 @@ def compared(
     }
 
 
-def nothing(size: int) -> tuple[Any, ...]:
+def nothing(size):
     return ()
 
 
-def failing(module: type[Net]) -> dict[str, Any]:
+def failing(module):
     """The error of a search."""
     try:
         fit(module(), callbacks=[AutoBatch(max_batch_size=12, val=False)], **RANKS)
@@ -85,18 +80,18 @@ def failing(module: type[Net]) -> dict[str, Any]:
 class NoData(Net):
     """Rank 1 cannot make its loaders."""
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         if RANK == 1:
             raise ZeroDivisionError("sample")
         return super().train_dataloader()
 
     def configure_optimizers(
         self,
-    ) -> Any:  # estimated_stepping_batches has a barrier of Lightning's own
+    ):  # estimated_stepping_batches has a barrier of Lightning's own
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
 
-def unequal() -> dict[str, Any]:
+def unequal():
     return compared(
         lambda size: Net(size, mib=1.0),
         nothing,
@@ -104,7 +99,7 @@ def unequal() -> dict[str, Any]:
     )
 
 
-def uneven_data() -> dict[str, Any]:
+def uneven_data():
     """Each rank has data of its own, of another length."""
     length = (37, 8)[RANK]
     return compared(
@@ -116,7 +111,7 @@ def uneven_data() -> dict[str, Any]:
     )
 
 
-CASES: dict[str, Callable[[], dict[str, Any]]] = {
+CASES = {
     "loaders": lambda: compared(Net, nothing),
     "collectives": lambda: compared(Talkative, nothing, search={"effective_batch_size": 48}),
     "unequal": unequal,
@@ -125,7 +120,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def work(rank: int, folder: str) -> dict[str, Any]:
+def work(rank, folder):
     """What each case gives."""
     global RANK
     RANK = rank

@@ -20,7 +20,7 @@ from linnaeus.autobatch import nest
 NUM_SAMPLES, NUM_VAL, WIDTH, NUM_CLASSES = 96, 30, 16, 4
 
 
-def data(num_samples: int = NUM_SAMPLES) -> TensorDataset:
+def data(num_samples=NUM_SAMPLES):
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(num_samples, WIDTH, generator=generator)
     return TensorDataset(images, torch.randint(NUM_CLASSES, (num_samples,), generator=generator))
@@ -29,7 +29,7 @@ def data(num_samples: int = NUM_SAMPLES) -> TensorDataset:
 class Net(LightningModule):
     """A small network whose steps take real memory, draw random numbers and log."""
 
-    def __init__(self, batch_size: int = 4, lr: float = 0.05, mib: float = 0.0) -> None:
+    def __init__(self, batch_size=4, lr=0.05, mib=0.0):
         super().__init__()
         self.save_hyperparameters("lr")
         self.batch_size = batch_size
@@ -43,29 +43,29 @@ class Net(LightningModule):
             nn.Linear(32, NUM_CLASSES),
         )
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(NUM_CLASSES)
-        self.sizes: list[int] = []
+        self.sizes = []
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         images, labels = batch
         scores = self.net(images)
         self.accuracy(scores, labels)
         ballast = images.new_ones(len(images), int(self.mib * 2**18)).mul(scores.sum())
         return nn.functional.cross_entropy(scores, labels) + 0 * ballast.sum()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch) + 0 * np.random.random() + 0 * random.random()
         self.log("loss", loss)
         self.log("loss_epoch", loss, on_step=False, on_epoch=True)
         self.log("accuracy", self.accuracy)
         return loss
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         self.sizes.append(len(next(iter(nest.leaves(batch)))))
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
         total = self.trainer.estimated_stepping_batches
         schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -73,36 +73,36 @@ class Net(LightningModule):
         )
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(data(), self.batch_size, shuffle=True)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         return DataLoader(data(NUM_VAL), self.batch_size)
 
 
 class Large(Net):
     """With parameters, gradients and optimizer state that take memory as well."""
 
-    def __init__(self, batch_size: int = 4) -> None:
+    def __init__(self, batch_size=4):
         super().__init__(batch_size, mib=1.0)
         self.layer = nn.Linear(1024, 2048, bias=False)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         return super().loss(batch) + 1e-3 * self.layer.weight.square().mean()
 
 
 class InHyperparameters(Net):
     """The size is a hyperparameter."""
 
-    def __init__(self, batch_size: int = 4) -> None:
+    def __init__(self, batch_size=4):
         super().__init__()
         del self.batch_size
         self.save_hyperparameters()
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(data(), self.hparams.batch_size, shuffle=True, drop_last=True)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         return DataLoader(data(NUM_VAL), self.hparams.batch_size)
 
 
@@ -112,7 +112,7 @@ class Bare(Net):
     train_dataloader = LightningModule.train_dataloader
     val_dataloader = LightningModule.val_dataloader
 
-    def __init__(self, batch_size: int = 4, mib: float = 0.0) -> None:
+    def __init__(self, batch_size=4, mib=0.0):
         super().__init__(mib=mib)
         del self.batch_size
 
@@ -120,43 +120,43 @@ class Bare(Net):
 class Data(LightningDataModule):
     """Loaders of a size and one for validation, from a dataset with random numbers and a count of its own."""
 
-    def __init__(self, batch_size: int = 4, val_batch_size: int = 2) -> None:
+    def __init__(self, batch_size=4, val_batch_size=2):
         super().__init__()
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size
         self.dataset = Noisy()
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         generator = torch.Generator().manual_seed(11)
         return DataLoader(self.dataset, self.batch_size, shuffle=True, generator=generator)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         return DataLoader(data(NUM_VAL), self.val_batch_size)
 
 
 class Made(LightningDataModule):
     """Training batches of a loader that a function makes."""
 
-    def __init__(self, make: Callable[[int], Any], batch_size: int = 4) -> None:
+    def __init__(self, make, batch_size=4):
         super().__init__()
         self.make, self.batch_size = make, batch_size
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return self.make(self.batch_size)
 
 
 class Noisy(Dataset[Any]):
     """Samples with noise of a generator that the dataset holds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.data = data()
         self.generator = np.random.default_rng(5)
         self.num_read = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.data)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         image, label = self.data[index]
         self.num_read += 1
         return image + float(self.generator.normal()) + 1e-3 * self.num_read, label
@@ -165,11 +165,11 @@ class Noisy(Dataset[Any]):
 class Manual(Net):
     """Two optimizers and their schedules, stepped by hand."""
 
-    def __init__(self, batch_size: int = 4) -> None:
+    def __init__(self, batch_size=4):
         super().__init__(batch_size)
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         for optimizer, schedule in zip(self.optimizers(), self.lr_schedulers(), strict=True):
             loss = self.loss(batch)
             optimizer.zero_grad()
@@ -178,7 +178,7 @@ class Manual(Net):
             schedule.step()
             self.log(f"loss_{type(schedule).__name__}", loss)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         first = torch.optim.SGD(self.net[0].parameters(), lr=0.1, momentum=0.9)
         second = torch.optim.Adam(self.net[1:].parameters(), lr=0.01)
         total = self.trainer.estimated_stepping_batches
@@ -191,31 +191,31 @@ class Manual(Net):
 class Needy(Net):
     """Its steps need what its hooks make, and count in the module and in its optimizer."""
 
-    def __init__(self, batch_size: int = 4) -> None:
+    def __init__(self, batch_size=4):
         super().__init__(batch_size)
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         self.num_steps = 0
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         self.weights = torch.ones(NUM_CLASSES)
 
-    def on_train_epoch_start(self) -> None:
-        self.losses: list[float] = []
+    def on_train_epoch_start(self):
+        self.losses = []
 
-    def on_validation_epoch_start(self) -> None:
-        self.val_losses: list[float] = []
+    def on_validation_epoch_start(self):
+        self.val_losses = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         assert self.batch_size >= len(batch[0])
         loss = self.loss(batch) * self.weights.mean()
         self.num_steps += 1
         self.losses.append(loss.item())
         return loss * (1 + 1e-3 * self.num_steps) / (1 + self.global_step)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.val_losses.append(self.loss(batch).item())
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         schedule = torch.optim.lr_scheduler.LinearLR(
             self.optimizer, start_factor=0.5, total_iters=5
         )
@@ -225,7 +225,7 @@ class Needy(Net):
 class Direct(Net):
     """Logs past Lightning, as a step of one's own may."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.logger.log_metrics({"direct": 1.0}, step=batch_idx)
         return super().training_step(batch, batch_idx)
 
@@ -233,38 +233,36 @@ class Direct(Net):
 class Several(Net):
     """Two validation loaders, of which one has a fixed size."""
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("val_loss", self.loss(batch))
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         return [DataLoader(data(NUM_VAL), self.batch_size), DataLoader(data(8), 8)]
 
 
 class Recorder(Logger):
     """Keeps all that is logged."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.rows: list[Any] = []
+        self.rows = []
 
     @property
-    def name(self) -> str:
+    def name(self):
         return "recorder"
 
     @property
-    def version(self) -> int:
+    def version(self):
         return 0
 
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics, step=None):
         self.rows.append((step, dict(metrics)))
 
-    def log_hyperparams(self, params: Any, *args: Any) -> None:
+    def log_hyperparams(self, params, *args):
         self.rows.append(dict(params))
 
 
-def fit(
-    module: LightningModule, *given: Any, callbacks: Any = (), ckpt: Any = None, **options: Any
-) -> Any:
+def fit(module, *given, callbacks=(), ckpt=None, **options):
     """Train two epochs and describe the outcome: see `outcome`."""
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     trainer = trainer_for(callbacks, **options)
@@ -280,7 +278,7 @@ def fit(
     return outcome(trainer, module)
 
 
-def trainer_for(callbacks: Any = (), **options: Any) -> Trainer:
+def trainer_for(callbacks=(), **options):
     quiet = {
         "accelerator": "cpu",
         "devices": 1,
@@ -297,7 +295,7 @@ def trainer_for(callbacks: Any = (), **options: Any) -> Trainer:
     return Trainer(callbacks=list(callbacks), **given)
 
 
-def outcome(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+def outcome(trainer, module):
     """Everything that must be the same with the same size, copied."""
     schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     found = {
@@ -336,11 +334,11 @@ Case = tuple[Callable[[int], Any], Callable[[int], tuple[Any, ...]], dict[str, A
 """The module and what is handed to `fit`, for a batch size, and options of the trainer."""
 
 
-def loader(size: int, **options: Any) -> DataLoader[Any]:
+def loader(size, **options):
     return DataLoader(data(), size, **options)
 
 
-CASES: dict[str, Case] = {
+CASES = {
     "attribute": (Net, lambda size: (), {}),
     "hyperparameter": (InHyperparameters, lambda size: (), {}),
     "data module": (lambda size: Bare(), Data, {}),

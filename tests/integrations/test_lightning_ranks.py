@@ -19,7 +19,7 @@ Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+def found(tmp_path_factory):
     """Of all cases, which run in the same two processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_PORT", str(free_ports(1)[0]))
@@ -27,7 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 @pytest.mark.parametrize("name", ["loaders", "collectives"])
-def test_both_ranks_train_as_with_the_size_by_hand(name: str, found: Ranks) -> None:
+def test_both_ranks_train_as_with_the_size_by_hand(name, found):
     first, second = (ranks[name] for ranks in found)
     assert first["size"] == second["size"] == 12
     assert first["differences"] == second["differences"] == []
@@ -39,7 +39,7 @@ def test_both_ranks_train_as_with_the_size_by_hand(name: str, found: Ranks) -> N
     )
 
 
-def test_the_rank_with_less_memory_decides(found: Ranks) -> None:
+def test_the_rank_with_less_memory_decides(found):
     first, second = (ranks["unequal"] for ranks in found)
     assert first["size"] == second["size"]
     assert 20 <= first["size"] <= 40, "the rank with more would fit about twice as many"
@@ -47,13 +47,13 @@ def test_the_rank_with_less_memory_decides(found: Ranks) -> None:
     assert first["differences"] == second["differences"] == []
 
 
-def test_ranks_with_data_of_their_own_agree_on_a_size(found: Ranks) -> None:
+def test_ranks_with_data_of_their_own_agree_on_a_size(found):
     for ranks in found:
         assert (ranks["uneven_data"]["size"], ranks["uneven_data"]["limited_by"]) == (8, "dataset")
         assert ranks["uneven_data"]["differences"] == []
 
 
-def test_an_error_of_one_rank_ends_all_with_the_cause(found: Ranks) -> None:
+def test_an_error_of_one_rank_ends_all_with_the_cause(found):
     other, own = (ranks["unprepared"]["error"] for ranks in found)
     assert own == "ZeroDivisionError: sample"
     assert other.startswith("AutoBatchError: ")
@@ -61,7 +61,7 @@ def test_an_error_of_one_rank_ends_all_with_the_cause(found: Ranks) -> None:
     assert "sample" in other
 
 
-def test_the_example_trains_on_two_ranks_of_lightnings_own_launcher() -> None:
+def test_the_example_trains_on_two_ranks_of_lightnings_own_launcher():
     command = [sys.executable, str(ROOT / "examples" / "lightning_digits.py"), "--epochs", "1"]
     done = subprocess.run(
         [*command, "--devices", "2", "--accelerator", "cpu", "--effective-batch-size", "200"],

@@ -29,7 +29,7 @@ from linnaeus.integrations.common import (
 from linnaeus.integrations.lightning import AutoBatch
 from linnaeus.integrations.samples import Largest
 from linnaeus.integrations.transformers import autobatch
-from tests.helpers.messages import Golden, raised
+from tests.helpers.messages import raised
 from tests.integrations.hugging import Text, collate, trainer
 from tests.integrations.lightning_runs import (
     Bare,
@@ -45,12 +45,12 @@ from tests.integrations.lightning_runs import (
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def split(effective: int, world_size: int, largest: int, *, multiple: int = 1, **more: Any) -> str:
+def split(effective, world_size, largest, *, multiple=1, **more):
     model, options = torch.nn.BatchNorm1d(1), {"min_batch_size": 1, "multiple_of": multiple}
     return raised(divisor_of, effective, world_size, largest, model, options, **more)
 
 
-def shared(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
+def shared(caplog):
     warn_of_growth(8, 32)
     assert not caplog.records, "four times as many is usual"
     warn_of_growth(8, 33)
@@ -73,46 +73,46 @@ def shared(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
 
 
 class Fixed(Net):
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return loader(8)
 
 
 class Iterating(Net):
-    def training_step(self, dataloader_iter: Any) -> Any:
+    def training_step(self, dataloader_iter):
         return self.loss(next(dataloader_iter)[0])
 
 
 class Drawing(Net):
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch, dataloader_idx):
         return [*batch, torch.ones(int(torch.randint(1, 99, ())))]
 
 
 class Doubling(Net):
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return loader(2 * self.batch_size)
 
 
 class Combining(Net):
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return {"one": loader(self.batch_size), "other": loader(self.batch_size)}
 
 
 class Streaming(Net):
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(Lines(), self.batch_size)
 
 
 class Lines(IterableDataset[Any]):
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter([torch.ones(3), torch.ones(5)] * 20)
 
 
-def sampled() -> DataLoader[Any]:
+def sampled():
     return DataLoader(data(), batch_sampler=BatchSampler(SequentialSampler(data()), 4, False))
 
 
 Fit = tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]]
-FITS: dict[str, Fit] = {
+FITS = {
     "no attribute": (Net, (), {"batch_arg_name": "size"}),
     "a fixed size": (Fixed, (), {}),
     "loaders handed to fit": (Bare, (loader(4),), {}),
@@ -129,7 +129,7 @@ FITS: dict[str, Fit] = {
         {"effective_batch_size": 33, "min_batch_size": 12},
     ),
 }
-ARGUMENTS: tuple[dict[str, Any], ...] = (
+ARGUMENTS = (
     {"max_batchsize": 3},
     {"val_options": {"mode": "val"}},
     {"max_batch_size": "4"},
@@ -138,20 +138,20 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def searched(module: Any, *given: Any, **options: Any) -> None:
+def searched(module, *given, **options):
     try:
         fit(module, *given, callbacks=[AutoBatch(**{"max_batch_size": 20, **options})])
     finally:
         assert getattr(module, "batch_size", 4) == 4, "what is refused changes nothing"
 
 
-def not_alone(name: str) -> str:
+def not_alone(name):
     trainer = trainer_for()
     trainer._accelerator_connector.strategy = getattr(strategies, name)()
     return raised(AutoBatch().setup, trainer, Net(), "fit")
 
 
-def lightning() -> dict[str, str]:
+def lightning():
     return {
         **{f"Lightning: {arguments}": raised(AutoBatch, **arguments) for arguments in ARGUMENTS},
         **{
@@ -169,16 +169,16 @@ def lightning() -> dict[str, str]:
 
 
 class FixedLoader(Trainer):
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self):
         return DataLoader(self.train_dataset, batch_size=4, collate_fn=collate)
 
 
-def with_an_optimizer_elsewhere() -> Any:
+def with_an_optimizer_elsewhere():
     judge = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(judge.parameters(), lr=0.1)
 
     class Elsewhere(Trainer):
-        def training_step(self, *arguments: Any) -> Any:
+        def training_step(self, *arguments):
             judge(torch.ones(1, 1)).sum().backward()
             optimizer.step()
             return super().training_step(*arguments)
@@ -186,7 +186,7 @@ def with_an_optimizer_elsewhere() -> Any:
     return trainer(Elsewhere)
 
 
-CHANGES: tuple[tuple[str, Any], ...] = (
+CHANGES = (
     ("auto_find_batch_size", True),
     ("is_deepspeed_enabled", True),
     ("is_fsdp_enabled", True),
@@ -195,7 +195,7 @@ CHANGES: tuple[tuple[str, Any], ...] = (
     ("optim", "galore_adamw_layerwise"),
     ("train_sampling_strategy", "batch_rebalance"),
 )
-WRONG: tuple[dict[str, Any], ...] = (
+WRONG = (
     {"max_size": 3},
     {"make_batch": 3},
     {"effective_batch_size": 0},
@@ -207,17 +207,17 @@ WRONG: tuple[dict[str, Any], ...] = (
 )
 
 
-def trained(made: Any, **options: Any) -> None:
+def trained(made, **options):
     autobatch(made, **{"max_batch_size": 2, **options}).train()
 
 
-def changed(name: str, value: Any) -> str:
+def changed(name, value):
     made = trainer()
     setattr(made.args if hasattr(made.args, name) else made, name, value)
     return raised(autobatch, made)
 
 
-def transformers() -> dict[str, str]:
+def transformers():
     stream, generating = trainer(), trainer()
     stream.train_dataset = (row for row in Subset(Text(), range(3)))
     generating.args.predict_with_generate = True
@@ -234,7 +234,7 @@ def transformers() -> dict[str, str]:
     return {f"transformers: {title}": text for title, text in found.items()}
 
 
-def accelerate() -> dict[str, str]:
+def accelerate():
     accelerator = Accelerator(cpu=True)
     sharded = mock.Mock(Accelerator, distributed_type="DistributedType.FSDP", scaler=None)
     search = partial(raised, find_batch_size)
@@ -246,5 +246,5 @@ def accelerate() -> dict[str, str]:
     }
 
 
-def test_messages(golden: Golden, caplog: pytest.LogCaptureFixture) -> None:
+def test_messages(golden, caplog):
     golden("integrations", {**shared(caplog), **lightning(), **transformers(), **accelerate()})

@@ -37,7 +37,7 @@ QUICK = (
         for name in traced_steps.STEPS
     ],
 )
-def test_an_ordinary_step_is_traced_or_refused_by_the_operation(name: str) -> None:
+def test_an_ordinary_step_is_traced_or_refused_by_the_operation(name):
     if name.startswith("mixtral") and torch.__version__ < "2.12":
         pytest.skip("torch 2.11 refuses experts in float32 on `meta`")
     if name in REFUSED:

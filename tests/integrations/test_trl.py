@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 pytest.importorskip("transformers")
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
     "default::FutureWarning", "default::DeprecationWarning", "default::UserWarning"
 )
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "SFT": {
         "bf16": True,
         "gradient_accumulation_steps": 2,
@@ -37,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_is_that_of_the_size_given_by_hand(case: str) -> None:
+def test_training_is_that_of_the_size_given_by_hand(case):
     name, options = case.partition(",")[0], CASES[case]
     calls, other_calls = Calls(), Calls()
     found = trl_trainer(name, **options)
@@ -57,8 +55,8 @@ def test_training_is_that_of_the_size_given_by_hand(case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward"])
-def test_the_worst_batch_is_that_of_the_longest_texts(name: str) -> None:
-    look, _ = trial_data(trl_trainer(name), "train", None, {})
+def test_the_worst_batch_is_that_of_the_longest_texts(name):
+    look, _ = trial_data(trl_trainer(name), "train", None, 1.0)
     batch = look.batch(2)
     assert batch["input_ids"].shape[-1] == 128
     own = batch["attention_mask"].sum(-1)[:2].tolist()
@@ -69,7 +67,7 @@ def test_the_worst_batch_is_that_of_the_longest_texts(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["KTOTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer", "New"]
 )
-def test_trainers_whose_size_cannot_be_found_are_refused_by_name(name: str) -> None:
+def test_trainers_whose_size_cannot_be_found_are_refused_by_name(name):
     """Building one would need generation and more. Subclasses of those that can be searched can be, too."""
     if name != "New" and not hasattr(trl, name):
         pytest.skip(f"this TRL has no {name}")

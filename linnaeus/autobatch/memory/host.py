@@ -74,7 +74,7 @@ class CpuMemory(DeviceMemory):
         self._allocated_bytes = self._live_bytes = self._peak_bytes = (
             0  # of the tensors that the tracer has seen
         )
-        self._cap_bytes = math.inf
+        self._cap_bytes, self._num_refused = math.inf, 0
         self.settle()
 
     def settle(self, excluded_bytes: int = 0) -> None:
@@ -117,6 +117,10 @@ class CpuMemory(DeviceMemory):
         """See `DeviceMemory.allocated_bytes`."""
         return self._allocated_bytes
 
+    def num_retries(self) -> int:
+        """How often the cap refused a request: a step may catch the error and go on."""
+        return self._num_refused
+
     def in_use(self) -> int:
         """What the process held when `settle` was called, and the tensors that trials allocated since."""
         return self._base_bytes + self._live_bytes
@@ -155,6 +159,7 @@ class CpuMemory(DeviceMemory):
 
     def _check(self, held_bytes: int) -> None:
         if held_bytes > self._cap_bytes:
+            self._num_refused += 1
             raise MemoryError(
                 f"out of memory: the process would hold {held_bytes / _MIB:.0f} MiB, "
                 f"its cap is {self._cap_bytes / _MIB:.0f} MiB"

@@ -95,7 +95,7 @@ class DeviceMemory(FailedAllocations, ABC):
         return 0
 
     def num_retries(self) -> int:
-        """How often the allocator had to flush its cache to serve a request; 0 where it does not count."""
+        """How often a request did not fit at once: the allocator flushed its cache, or a cap refused."""
         return 0
 
     def cap(self, bytes_: int) -> contextlib.AbstractContextManager[None]:

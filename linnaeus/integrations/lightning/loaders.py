@@ -20,8 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.integrations.common import look_for_largest
-from linnaeus.integrations.samples import Largest, shapes_in
+from linnaeus.integrations.samples import Largest, copied, shapes_in
 
 PROBE = 3
 """Size with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""
@@ -103,12 +102,12 @@ class Loaders:
         if self._make_batch is not None:
             return []
         return [
-            look_for_largest(
+            Largest(
                 loader.dataset,
                 loader.collate_fn,
-                self._options,
-                self._trainer.strategy.root_device,
                 remedy=_REMEDY,
+                timeout_minutes=self._options["timeout_minutes"],
+                device=self._trainer.strategy.root_device,
                 **{name: getattr(loader, name) for name in _LOADING},
             )
             for loader, _ in self._loaders
@@ -145,11 +144,10 @@ class Loaders:
             AutoBatchError: transfers of the same batch differ in shape.
         """
         transfer = self._trainer.strategy.batch_to_device
-        shapes = {
-            tuple(shapes_in(transfer(batch, dataloader_idx=n)) for batch, n in self.batches(2))
-            for _ in range(_NUM_TRANSFERS)
-        }
-        if len(shapes) > 1:
+        for batch, number in self.batches(2):
+            moved = (transfer(copied(batch), dataloader_idx=number) for _ in range(_NUM_TRANSFERS))
+            if len(set(map(shapes_in, moved))) == 1:
+                continue
             raise AutoBatchError(
                 "AutoBatch: on_after_batch_transfer or another hook of the transfer gives the same batch two "
                 "sizes, so the largest is not known; draw the size in the collate function, and give "

@@ -68,12 +68,7 @@ class TrainStep:
         loop = trainer.fit_loop.epoch_loop
         with _own_world(trainer):
             trainer.training = True
-            if number == 1:
-                self._run_loop.first(run)
-                return
-            run()
-            if number == 2:
-                self._run_loop.last(run, num_rounds // trainer.accumulate_grad_batches)
+            self._run_loop(run, number, num_rounds // trainer.accumulate_grad_batches)
 
 
 class ValidationStep:
@@ -114,7 +109,8 @@ class ValidationStep:
             with _own_world(trainer):
                 loop._data_fetcher = _Fetcher(iter(()))
                 _begin(trainer, loop, "on_validation_start", "on_validation_epoch_start")
-                self._run_loop(run, num_rounds)
+                for number in (1, 2)[:num_rounds]:
+                    self._run_loop(run, number, num_rounds)
         finally:
             trainer.training = True
             self._before.restore()

@@ -116,21 +116,21 @@ def check_supported(trainer: Any) -> None:
     kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"]
     refused = [kind.__name__ for kind in kinds if kind.__name__ not in _ACCEPTED]
     optim = str(getattr(args.optim, "value", args.optim))
-    sizes = (getattr(trainer, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp"))
-    strategy = getattr(args, "train_sampling_strategy", None)
+    sizes = trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size()
     is_split = accelerator.num_processes > 1 and accelerator.split_batches
     unsupported = {
         f"TRL's {' '.join(refused)}; SFTTrainer, DPOTrainer and RewardTrainer can be searched": refused,
         "DeepSpeed, whose steps communicate between the processes": trainer.is_deepspeed_enabled,
         "FSDP, whose steps communicate between the processes": trainer.is_fsdp_enabled,
-        "tensor, context or sequence parallelism": any(size > 1 for size in sizes),
+        "tensor, context or sequence parallelism": max(sizes) > 1,
         "a model sharded when it was loaded": getattr(trainer, _SHARDED, False),
         "a model on several devices (device_map)": trainer.is_model_parallel,
         "DataParallel on several GPUs in one process; start it with torchrun": args.n_gpu > 1,
         f"optim={optim!r}, which steps within the backward pass": re.search(
             "layerwise|lomo", optim
         ),
-        "batch_rebalance, whose batches vary in size": strategy == "batch_rebalance",
+        "batch_rebalance, whose batches vary in size": args.train_sampling_strategy
+        == "batch_rebalance",
         "accelerator_config.split_batches over several processes": is_split,
     }
     for what, is_there in unsupported.items():
@@ -209,7 +209,9 @@ class _Search:
         trainer, options, bounds = self.trainer, self.options[mode], dict[str, int]()
         args = trainer.args
         with rehearsal(trainer) as steps:
-            look, num_samples = trial_data(trainer, mode, self.samples[mode], options)
+            look, num_samples = trial_data(
+                trainer, mode, self.samples[mode], options["timeout_minutes"]
+            )
             if num_samples is not None:  # a batch cannot have more
                 is_dropped = mode == "train" and args.dataloader_drop_last
                 filled = 0 if is_dropped else self._num_processes - 1

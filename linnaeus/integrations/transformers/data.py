@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import ConcatDataset
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.result import Mode
-from linnaeus.integrations.common import look_for_largest
 from linnaeus.integrations.samples import Largest, is_read_by_index
 
 _LOADING = ("num_workers", "prefetch_factor", "pin_memory")
 
 
 def trial_data(
-    trainer: Any, mode: Mode, samples: Any, options: Mapping[str, Any]
+    trainer: Any, mode: Mode, samples: Any, timeout_minutes: float
 ) -> tuple[Largest, int | None]:
     """Look for the largest samples of the training set or the evaluation set(s), or of these samples.
 
@@ -42,12 +40,12 @@ def trial_data(
             samples = [{name: row[name] for name in row if name in columns} for row in samples]
         read = [samples]
     whole: Any = read[0] if len(read) == 1 else ConcatDataset(read)
-    look = look_for_largest(
+    look = Largest(
         whole,
         collate,
-        options,
-        trainer.args.device,
         remedy=f"give some of the largest: autobatch(trainer, {argument}=[...])",
+        timeout_minutes=timeout_minutes,
+        device=trainer.args.device,
         **{name: getattr(trainer.args, f"dataloader_{name}") for name in _LOADING},
     )
     return look, num_samples
