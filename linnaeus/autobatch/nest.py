@@ -85,11 +85,11 @@ def structure(nest: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two leaves are equal; in tensors, NaN equals NaN."""
+    """Return whether two leaves are equal; NaN equals NaN."""
     a, b = local(a), local(b)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
         return bool(((a == b) | ((a != a) & (b != b))).all())
     # `is True`: an array compares element by element.
-    return type(a) is type(b) and (a == b) is True
+    return type(a) is type(b) and ((a == b) is True or (a != a and b != b) is True)

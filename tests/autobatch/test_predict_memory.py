@@ -162,7 +162,7 @@ def test_a_step_writes_to_no_weights_that_it_holds_itself() -> None:
     def clip(loss: Tensor) -> None:
         with torch.no_grad():
             torch._foreach_mul_(held, 2.0)
-            torch.add(held[0], 1, out=held[0])
+            assert torch.neg(torch.ones_like(held[0]), out=held[0]) is held[0]
             held[1].clamp_(0, 1e-9)
 
     loop.look = clip

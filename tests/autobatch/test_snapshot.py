@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections import Counter, deque
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.state.snapshot import Snapshot
 from tests.helpers.bits import bits
 
@@ -371,6 +373,21 @@ def test_any_object_with_a_state_dict_comes_back() -> None:
         assert bits(content) != before
         snapshot.restore()
         assert bits(content) == before
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_nan_counts_as_restored_where_it_was_before(restores):
+    content = {"best": math.nan, "lowest": torch.tensor(math.nan), "last": 1.0}
+
+    def load(state):
+        content.update(state if restores else {})
+
+    queue = SimpleNamespace(state_dict=lambda: content, load_state_dict=load)
+    snapshot = Snapshot([queue], CPU)
+    content.update(best=0.5, last=math.nan)
+    snapshot.restore()
+    with contextlib.nullcontext() if restores else pytest.raises(AutoBatchError, match="restore"):
+        snapshot.check_restored()
 
 
 GENERATORS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {

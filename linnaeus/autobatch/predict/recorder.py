@@ -242,11 +242,13 @@ class Recorder(WatchingMode):
         if accumulates_in_place(func, args, kwargs):
             return args[0]
         kwargs = kwargs or {}
-        if func._schema.is_mutable and any(
+        targets = list(written(func, args, kwargs))
+        if any(
             tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._originals
-            for tensor in written(func, args, kwargs)
-        ):
-            return args[0] if func._schema.returns else None  # the step holds a tensor of the state
+            for tensor in targets
+        ):  # the step holds a tensor of the state
+            num_returned = len(func._schema.returns)
+            return targets[0] if num_returned == 1 else tuple(targets) if num_returned else None
         name = func.__name__.partition(".")[0]
         self.last_operation = name
         inputs = [*_on_meta(args), *_on_meta(kwargs.values())]
