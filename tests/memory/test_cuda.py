@@ -22,7 +22,6 @@ from linnaeus.autobatch.search import TrialRecord
 from linnaeus.runtime.errors import AutoBatchError
 from tests.helpers.runs import SMALL, Run
 from tests.phantom import is_on
-from tests.phantom.build import on_phantoms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -316,55 +315,3 @@ def test_when_others_leave_nothing_the_error_names_what_they_hold(
     for part in ("cuda:0", f"{CudaMemory(GPU).outside() / GIB:.2f} GiB"):
         assert part in str(caught.value)
     assert "memory_limit_gb" not in str(caught.value)
-
-
-# --- warnings ---
-
-
-SETTINGS = """
-import torch
-from linnaeus.autobatch.memory.device import CudaMemory
-memory = CudaMemory(torch.device("cuda", 0))
-MIB = 1 << 20
-
-def looks_larger():
-    torch.cuda.empty_cache()
-    num_retries = memory.num_retries()
-    with memory.cap(330 * MIB):
-        for mib in (100, 120, 140, 160):
-            torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
-    return memory.num_retries() > num_retries
-
-print(looks_larger(), *(text.split()[0] for text in memory.caveats()))
-torch.cuda.memory._set_allocator_settings("SETTING")
-print(looks_larger(), *(text.split()[0] for text in memory.caveats()))
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [
-        ("garbage_collection_threshold", "garbage_collection_threshold:0.3"),
-        ("max_split_size", "max_split_size_mb:32"),
-    ],
-)
-def test_settings_under_which_a_trial_looks_smaller_are_named(name: str, setting: str) -> None:
-    """Blocks that training keeps are released under the cap, and no retry tells."""
-    shown = on_phantoms("-c", SETTINGS.replace("SETTING", setting), total_gib=1)
-    assert shown.split() == ["True", "False", name]
-
-
-@pytest.mark.parametrize(
-    ("share", "limit_gb", "num_warnings"),
-    [(0.97, None, 0), (0.98, None, 1), (0.97, 0.5, 0), (1.0, 0.5, 1), (1.0, 50, 1)],
-)
-def test_a_fraction_that_leaves_no_room_is_warned_about_once(
-    share: float, limit_gb: float | None, num_warnings: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(2):
-        find(target_memory_fraction=share, memory_limit_gb=limit_gb, max_batch_size=4)
-    texts = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(texts) == num_warnings
-    assert all(
-        "0.97" in text and ("memory_limit_gb" in text) == (limit_gb == 0.5) for text in texts
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -10,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings
+from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES
 from linnaeus.autobatch.predict.prediction import Prediction, predict, replay
-from linnaeus.autobatch.predict.recorder import Event, conv_workspace_bytes
+from linnaeus.autobatch.predict.recorder import CONV_WORKSPACE, Event, conv_workspace_bytes
 from linnaeus.autobatch.predict.trace import Trace, trace
-
-PLAIN = AllocatorSettings()
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -51,7 +48,7 @@ class Step:
         return trace(self, make_batch, n, state=self.state)
 
     def predicted(self, **options: Any) -> Prediction:
-        return predict(self, make_batch, state=self.state, **({"settings": PLAIN} | options))
+        return predict(self, make_batch, state=self.state, **options)
 
 
 def make_batch(n: int) -> Tensor:
@@ -67,7 +64,7 @@ def prediction() -> Prediction:
 def test_a_replay_at_any_size_is_that_of_a_trace_at_this_size(
     prediction: Prediction, n: int
 ) -> None:
-    direct = replay(Step().traced(n).events, PLAIN)
+    direct = replay(Step().traced(n).events)
     assert prediction.reserved_bytes(n) == direct.peak_reserved_bytes
     assert prediction.peak_bytes(n) == 500 * MIB + direct.peak_reserved_bytes
 
@@ -81,10 +78,8 @@ def test_scores_of_all_pairs_grow_with_the_square(num_skipped: int) -> None:
     def rows(n: int) -> Tensor:
         return torch.empty(n, 64, device="meta")
 
-    direct = replay(trace(step, rows, 9000).events, PLAIN).peak_reserved_bytes
-    assert predict(step, rows, settings=PLAIN, base_bytes=0).reserved_bytes(9000) == pytest.approx(
-        direct, rel=0.01
-    )
+    direct = replay(trace(step, rows, 9000).events).peak_reserved_bytes
+    assert predict(step, rows, base_bytes=0).reserved_bytes(9000) == pytest.approx(direct, rel=0.01)
 
 
 def test_a_line_through_two_peaks_is_not(prediction: Prediction) -> None:
@@ -107,8 +102,8 @@ def test_the_largest_size_is_within_its_bounds(prediction: Prediction) -> None:
 ALLOCATED, NEXT = Event("allocate", 1, 30 * MIB), Event("allocate", 2, 40 * MIB)
 FULL = {
     "the cache is given back": ([ALLOCATED, Event("release", 1), NEXT], 40),
-    "a workspace is left out": ([ALLOCATED, Event("borrow", 0, 20 * MIB, "convolution")], 30),
-    "another is not": ([ALLOCATED, Event("borrow", 0, 20 * MIB, "cublas")], 50),
+    "a workspace is left out": ([ALLOCATED, Event("allocate", 2, 20 * MIB, CONV_WORKSPACE)], 30),
+    "another is not": ([ALLOCATED, Event("allocate", 2, 20 * MIB, "cublas")], 50),
     "neither helps": ([ALLOCATED, NEXT], 70),
 }
 """Events, and the least MiB that they run in."""
@@ -117,9 +112,7 @@ FULL = {
 @pytest.mark.parametrize("case", FULL)
 def test_a_full_device(case: str) -> None:
     events, least_bytes = tuple(FULL[case][0]), (7 + FULL[case][1]) * MIB
-    prediction = Prediction.of(
-        Trace(1, events), Trace(2, events), base_bytes=7 * MIB, settings=PLAIN
-    )
+    prediction = Prediction.of(Trace(1, events), Trace(2, events), base_bytes=7 * MIB)
     assert prediction.peak_within(1, least_bytes) == least_bytes
     assert prediction.peak_within(1, least_bytes - 1) is None
 
@@ -133,31 +126,17 @@ def test_a_full_device_runs_more_samples_than_have_room(prediction: Prediction) 
     assert prediction.peak_within(40, limit_bytes) == prediction.peak_bytes(40), "it is not full"
 
 
-def test_the_margin_multiplies_the_peak(prediction: Prediction) -> None:
-    wide = dataclasses.replace(prediction, margin=1.5)
-    assert wide.safe_bytes(32) == int(1.5 * prediction.peak_bytes(32))
-
-
 def test_the_base_is_assumed_without_a_device_and_measured_with_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     traces = [Step().traced(n) for n in (8, 16)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assumed = Prediction.of(*traces, settings=PLAIN)
+    assumed = Prediction.of(*traces)
     assert assumed.base_bytes == ASSUMED_BASE_BYTES
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 * MIB, 100 * MIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20 * MIB)
-    assert Prediction.of(*traces, settings=PLAIN).base_bytes == 50 * MIB
-
-
-def test_the_settings_of_the_environment_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Step().predicted(base_bytes=0)
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    grown = Step().predicted(base_bytes=0, settings=None)
-    assert grown.settings.expandable_segments
-    assert grown.reserved_bytes(301) < plain.reserved_bytes(301)
+    assert Prediction.of(*traces).base_bytes == 50 * MIB
 
 
 @pytest.mark.parametrize(
@@ -191,10 +170,8 @@ def test_a_flush_gives_free_segments_back() -> None:
         Event("allocate", *each) for each in ((1, 12 * MIB), (2, 30 * MIB), (3, 40 * MIB))
     )
     release, flush = Event("release", 2), Event("flush")
-    assert replay([held, freed, release, later], PLAIN).peak_reserved_bytes == (12 + 30 + 40) * MIB
-    assert (
-        replay([held, freed, release, flush, later], PLAIN).peak_reserved_bytes == (12 + 40) * MIB
-    )
+    assert replay([held, freed, release, later]).peak_reserved_bytes == (12 + 30 + 40) * MIB
+    assert replay([held, freed, release, flush, later]).peak_reserved_bytes == (12 + 40) * MIB
 
 
 def test_each_convolution_of_cudnn_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
