@@ -412,7 +412,11 @@ class BatchSizeFinder:
         )
 
     def _warn_about_promise(self, fraction: float) -> None:
-        """Warn once if the budget leaves no room for what training may need beyond a trial."""
+        """Warn, once for each cause, that training may need more memory than a trial of its size."""
+        for caveat in () if self.trials else self.memory.caveats():
+            _warn_once(
+                f"warning: training may need more memory than AutoBatch measures, because {caveat}"
+            )
         if fraction > FULL_FRACTION:
             within = " within memory_limit_gb" if self._is_limited else ""
             _warn_once(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES
@@ -16,7 +15,7 @@ from linnaeus.autobatch.predict.recorder import CONV_WORKSPACE, Event, conv_work
 from linnaeus.autobatch.predict.trace import Trace, trace
 
 
-def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+def parts():
     with torch.device("meta"):
         model = nn.Sequential(
             nn.Conv2d(3, 64, 3, stride=2),
@@ -36,53 +35,51 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
 class Step:
     """Training of a small network on images of 64 by 64 pixels."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.state = self.model, self.optimizer = parts()
 
-    def __call__(self, batch: Tensor) -> None:
+    def __call__(self, batch):
         self.model(batch).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def traced(self, n: int) -> Trace:
+    def traced(self, n):
         return trace(self, make_batch, n, state=self.state)
 
-    def predicted(self, **options: Any) -> Prediction:
+    def predicted(self, **options):
         return predict(self, make_batch, state=self.state, **options)
 
 
-def make_batch(n: int) -> Tensor:
+def make_batch(n):
     return torch.empty(n, 3, 64, 64, device="meta")
 
 
 @pytest.fixture(scope="module")
-def prediction() -> Prediction:
+def prediction():
     return Step().predicted(base_bytes=500 * MIB)
 
 
 @pytest.mark.parametrize("n", [1, 13, 1000])
-def test_a_replay_at_any_size_is_that_of_a_trace_at_this_size(
-    prediction: Prediction, n: int
-) -> None:
+def test_a_replay_at_any_size_is_that_of_a_trace_at_this_size(prediction, n):
     direct = replay(Step().traced(n).events)
     assert prediction.reserved_bytes(n) == direct.peak_reserved_bytes
     assert prediction.peak_bytes(n) == 500 * MIB + direct.peak_reserved_bytes
 
 
 @pytest.mark.parametrize("num_skipped", [0, 1])
-def test_scores_of_all_pairs_grow_with_the_square(num_skipped: int) -> None:
-    def step(x: Tensor) -> None:
+def test_scores_of_all_pairs_grow_with_the_square(num_skipped):
+    def step(x):
         y = x * 2
         (y @ y[num_skipped:].t()).softmax(1).sum()
 
-    def rows(n: int) -> Tensor:
+    def rows(n):
         return torch.empty(n, 64, device="meta")
 
     direct = replay(trace(step, rows, 9000).events).peak_reserved_bytes
     assert predict(step, rows, base_bytes=0).reserved_bytes(9000) == pytest.approx(direct, rel=0.01)
 
 
-def test_a_line_through_two_peaks_is_not(prediction: Prediction) -> None:
+def test_a_line_through_two_peaks_is_not(prediction):
     """The control of the test above: sizes are rounded up, blocks are cut and left over."""
     first, second = (prediction.reserved_bytes(n) for n in (8, 16))
     assert any(
@@ -90,7 +87,7 @@ def test_a_line_through_two_peaks_is_not(prediction: Prediction) -> None:
     )
 
 
-def test_the_largest_size_is_within_its_bounds(prediction: Prediction) -> None:
+def test_the_largest_size_is_within_its_bounds(prediction):
     enough = prediction.peak_bytes(100)
     assert prediction.largest(prediction.base_bytes) is None
     assert prediction.largest(enough, smallest=500) is None
@@ -110,14 +107,14 @@ FULL = {
 
 
 @pytest.mark.parametrize("case", FULL)
-def test_a_full_device(case: str) -> None:
+def test_a_full_device(case):
     events, least_bytes = tuple(FULL[case][0]), (7 + FULL[case][1]) * MIB
     prediction = Prediction.of(Trace(1, events), Trace(2, events), base_bytes=7 * MIB)
     assert prediction.peak_within(1, least_bytes) == least_bytes
     assert prediction.peak_within(1, least_bytes - 1) is None
 
 
-def test_a_full_device_runs_more_samples_than_have_room(prediction: Prediction) -> None:
+def test_a_full_device_runs_more_samples_than_have_room(prediction):
     limit_bytes = prediction.peak_bytes(100)
     found = prediction.largest(limit_bytes) or 0
     assert found > 1.1 * max(n for n in range(1, 200) if prediction.peak_bytes(n) <= limit_bytes)
@@ -127,8 +124,8 @@ def test_a_full_device_runs_more_samples_than_have_room(prediction: Prediction) 
 
 
 def test_the_base_is_assumed_without_a_device_and_measured_with_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     traces = [Step().traced(n) for n in (8, 16)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assumed = Prediction.of(*traces)
@@ -153,9 +150,7 @@ def test_the_base_is_assumed_without_a_device_and_measured_with_one(
         ("forward", 3, 1, {}, False),
     ],
 )
-def test_each_kind_of_convolution_has_its_workspace(
-    kind: str, size: int, groups: int, options: dict[str, Any], borrows: bool
-) -> None:
+def test_each_kind_of_convolution_has_its_workspace(kind, size, groups, options, borrows):
     """Copies of input, output and weight; or nothing."""
     x, w = (
         torch.empty(2, 4, 8, 8, device="meta"),
@@ -165,7 +160,7 @@ def test_each_kind_of_convolution_has_its_workspace(
     assert conv_workspace_bytes(kind, x, w, x, groups) == borrows * (2 * x.nbytes + w.nbytes)
 
 
-def test_a_flush_gives_free_segments_back() -> None:
+def test_a_flush_gives_free_segments_back():
     held, freed, later = (
         Event("allocate", *each) for each in ((1, 12 * MIB), (2, 30 * MIB), (3, 40 * MIB))
     )
@@ -174,14 +169,14 @@ def test_a_flush_gives_free_segments_back() -> None:
     assert replay([held, freed, release, flush, later]).peak_reserved_bytes == (12 + 40) * MIB
 
 
-def test_each_convolution_of_cudnn_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_convolution_of_cudnn_is_timed_once(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     with torch.device("meta"):
         model = nn.Sequential(
             *(nn.Conv2d(4, 4, 3, padding=1, groups=groups) for groups in (1, 1, 4))
         )
 
-    def flushes(dtype: torch.dtype) -> int:
+    def flushes(dtype):
         model.to(dtype)
         batch = torch.empty(2, 4, 8, 8, device="meta", dtype=dtype, requires_grad=True)
         found = trace(lambda x: model(x).sum().backward(), lambda n: batch, 2, state=model)

@@ -155,6 +155,17 @@ class CudaMemory(AcceleratorMemory):
         finally:
             self._allow(before_bytes)
 
+    def caveats(self) -> list[str]:
+        """See `DeviceMemory.caveats`."""
+        settings = self._settings()
+        names = ("garbage_collection_threshold", "max_split_size")
+        return [
+            f"{name} is set: near the cap of a trial, the allocator releases cached blocks that it keeps in "
+            "training, which runs without that cap"
+            for name in names
+            if 0 < settings.get(name, 0) < self.total_bytes
+        ]
+
     def _free_and_total(self) -> tuple[int, int]:
         """Of memory shared with the host, the driver counts cached files as used, which give way."""
         free, total = super()._free_and_total()

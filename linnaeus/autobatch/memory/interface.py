@@ -102,6 +102,10 @@ class DeviceMemory(FailedAllocations, ABC):
         """Inside the context, an allocation that would take the process above `bytes_` fails, if it can."""
         return contextlib.nullcontext()
 
+    def caveats(self) -> list[str]:
+        """Settings of the allocator under which a trial may reserve less than training, one sentence each."""
+        return []
+
 
 def empty_cache(device: torch.device) -> None:
     """Return the memory that the device's allocator keeps for reuse; the CPU's keeps none."""

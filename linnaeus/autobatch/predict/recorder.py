@@ -67,8 +67,8 @@ class Event(NamedTuple):
     """An event of the device's memory.
 
     Attributes:
-        kind: `allocate`, `release`, `flush` (the allocator gives its free segments back) or `mark` (the end of
-            a step).
+        kind: `allocate`, `release`, `flush` (the allocator gives its free segments back) or `mark` (a step
+            has ended).
         storage: names the storage, in the order of allocation; 0 for other events.
         num_bytes: of the storage.
         label: the operation that allocates, or `CONV_WORKSPACE`.
