@@ -38,7 +38,7 @@ import torch
 from search_replay import CURVES, Points, read_curves
 from torch.nn import functional
 
-from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings
+from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.predict.gpus import GPUS
 from linnaeus.autobatch.predict.prediction import BATCH_SIZES, Prediction
 from linnaeus.autobatch.predict.trace import Trace, UntraceableError, trace
@@ -135,9 +135,7 @@ def outcome_of(model: str, points: Points) -> Outcome:
     start, family = time.perf_counter(), family_of(model)
     try:
         elements, (first, second) = traces_of(model)
-        prediction = Prediction.of(
-            first, second, base_bytes=BASE_BYTES, settings=AllocatorSettings()
-        )
+        prediction = Prediction.of(first, second, base_bytes=BASE_BYTES)
     except (UntraceableError, RuntimeError) as error:
         return Outcome(model, family, (), time.perf_counter() - start, str(error).splitlines()[0])
     runs = tuple(Run(model, n, mib, predicted_mib(prediction, n, elements)) for n, mib in points)

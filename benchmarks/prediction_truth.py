@@ -38,9 +38,9 @@ from search_replay import CURVES, read_curves
 from torch import Tensor, nn
 from torch.nn import functional
 
-from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings
+from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.predict.prediction import Prediction, predict
-from linnaeus.autobatch.predict.recorder import Event
+from linnaeus.autobatch.predict.recorder import CONV_WORKSPACE, Event
 
 TABLES = Path(__file__).parent / "data" / "truth"
 COVER = 1.15
@@ -383,15 +383,13 @@ def peak_of_tensors(events: Iterable[Event], with_workspaces: bool) -> int:
     """The most bytes of storages that exist at once, in blocks of 512: what torch counts as allocated."""
     sizes: dict[int, int] = {}
     live = peak = 0
-    for kind, storage, num_bytes, *_ in events:
-        if kind == "allocate":
+    for kind, storage, num_bytes, label, _ in events:
+        if kind == "allocate" and (with_workspaces or label not in ("cublas", CONV_WORKSPACE)):
             sizes[storage] = -(-num_bytes // 512) * 512
             live += sizes[storage]
             peak = max(peak, live)
         elif kind == "release":
             live -= sizes.pop(storage, 0)
-        elif with_workspaces:
-            peak = max(peak, live + num_bytes)
     return peak
 
 
@@ -405,12 +403,10 @@ def figures_of(job: Job, points: Sequence[tuple[int, int]]) -> dict[str, Any]:
         if job.source == "timm":
             num_elements, traces = prediction_accuracy.traces_of(job.model)
             rest_bytes = {n: int(LOADED_BATCHES * 4 * n * num_elements) for n in rest_bytes}
-            prediction = Prediction.of(*traces, base_bytes=BASE_BYTES, settings=AllocatorSettings())
+            prediction = Prediction.of(*traces, base_bytes=BASE_BYTES)
         else:
-            made, plain = built(job), AllocatorSettings()
-            prediction = predict(
-                made.step, made.make_batch, state=made.state, base_bytes=0, settings=plain
-            )
+            made = built(job)
+            prediction = predict(made.step, made.make_batch, state=made.state, base_bytes=0)
         prediction.peak_bytes(points[0][0])
         seconds, found = time.process_time() - start, {}
         for n, card_mib in points:

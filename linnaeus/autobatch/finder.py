@@ -36,6 +36,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # no public class is the base
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.observer import (
+    EARLY_ENDS,
     Purpose,
     SearchLimits,
     SearchLog,
@@ -74,12 +75,11 @@ LEAK_TRIALS = 4
 NOTABLE_VARIATION = 0.02
 """Fraction by which peaks of equal steps have to differ, or the peak of a larger size to be smaller, for the
 memory of a step to be called varying."""
+MORE_RUNS = 2
+"""Further runs of the size found where memory varies; the largest peak counts."""
 NOTABLE_GROWTH = 0.01
 """Fraction of the device by which the budget has to shrink during a search to be logged. Also the fraction of
 the budget, less the memory held at the start, by which the memory held has to grow for a warning."""
-
-_ENDS_EARLY = {"max_trials": "max_trials", "timeout": "timeout_minutes"}
-"""The settings that end a search before its answer is certain, by `limited_by`."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -229,6 +229,13 @@ class BatchSizeFinder:
         if confirm:
             self._deadline += CONFIRMATION_GRACE_S
             found = self._confirmed(found)
+            if found.size is not None and found.limited_by in EARLY_ENDS:
+                logger.warning(
+                    "warning: the search ended early. Batch size %d ran within the budget, but it is not "
+                    "certified: a larger one may fit. Raise %s to search on",
+                    found.size,
+                    EARLY_ENDS[found.limited_by],
+                )
         if found.size is not None and (variation := self._variation(found.size)):
             logger.warning(
                 "warning: the memory of a step varies from call to call, by %.0f %% in trials. Batch size %d "
@@ -239,14 +246,6 @@ class BatchSizeFinder:
                 found.size,
             )
             found = replace(found, certified=False)
-        if found.size is not None and (setting := _ENDS_EARLY.get(found.limited_by)):
-            logger.warning(
-                "warning: the search ended early, by %s. Batch size %d fits, and larger sizes are untried. "
-                "Raise %s, or give start a size that is near",
-                setting,
-                found.size,
-                setting,
-            )
         if self._has_grown():  # no part of `state` holds it
             self._check_leak()
         if self._has_grown():  # by more than the last batch
@@ -270,21 +269,18 @@ class BatchSizeFinder:
     def _confirmed(self, found: SearchResult) -> SearchResult:
         """Check the size found against the budget as read again; search below it if it no longer fits.
 
-        The size runs again only if memory in use has grown and another size ran after it. Where memory
-        varies, it runs until there are three runs. The budget is read again after each search, until the size
-        found fits a budget that was read after it ran.
+        The size runs again only if memory in use has grown and another size ran after it. The budget is read
+        again after each search, until the size found fits a budget that was read after it ran.
         """
         if self._read_budget_again() and found.size not in (None, self.trials[-1].size):
             found = self._run_again(found)
         while (size := found.size) is not None:
-            variation = self._variation(size)
-            for _ in range(2 if variation else 0):
-                found = self._run_again(found)
+            if self._variation(size):
+                return self._confirmed_where_memory_varies(found, size)
             newest = self._known[size]
-            if found.size != size or newest.fits(self.budget_bytes):
+            if newest.fits(self.budget_bytes):
                 break
-            reason = "its memory varies" if variation else self._outside()
-            logger.info("batch size %d no longer fits: %s", size, reason)
+            logger.info("batch size %d no longer fits: %s", size, self._outside())
             candidates = Candidates(self.min_size, size, self.settings.multiple_of)
             last = len(candidates) - 1
             further = max(1, int(self._current.tolerance * last))
@@ -296,10 +292,31 @@ class BatchSizeFinder:
                 max_trials=self._num_left,
                 deadline_s=self._deadline - time.monotonic(),
             )
-            if found.size is None and found.limited_by in ("max_trials", "timeout"):
+            if found.size is None and found.limited_by in EARLY_ENDS:
                 found = self._largest_known(found.limited_by)
             self._read_budget_again()
         return found
+
+    def _confirmed_where_memory_varies(self, found: SearchResult, size: int) -> SearchResult:
+        """Run the size twice more. If a run does not fit, the runs that are left try smaller sizes."""
+        num_left = MORE_RUNS
+        while num_left and found.size == size and self._known[size].fits(self.budget_bytes):
+            found, num_left = self._run_again(found), num_left - 1
+        if found.size != size or self._known[size].fits(self.budget_bytes):
+            return found
+        logger.info("batch size %d no longer fits: its memory varies", size)
+        self._read_budget_again()
+        found = self._search(
+            "confirmation",
+            max_size=size,
+            known=[self._known[size]],
+            start=None if self._known[size].peak_bytes else size * 2 // 3,
+            max_trials=min(num_left + 1, self._num_left),
+            deadline_s=self._deadline - time.monotonic(),
+        )
+        if found.size is None:
+            return self._largest_known("memory")
+        return replace(found, certified=False, limited_by="memory")
 
     def _variation(self, size: int) -> float:
         """Fraction by which peaks of equal steps differ, or are below that of a smaller size.
@@ -486,11 +503,6 @@ class BatchSizeFinder:
         """Bytes that the process holds now, between two trials."""
         return self.memory.in_use()
 
-    def measure(self, size: int) -> TrialRecord:
-        """Run one size with the whole device, or the memory limit, as its budget."""
-        self._set_budget(self._first_budget(1.0))
-        return self._one_trial(size)
-
     def measure_jointly(self, size: int, lockstep: AbstractContextManager[object]) -> int:
         """Run one size together with all ranks; return its peak's excess over the budget, in bytes.
 
@@ -610,19 +622,30 @@ def _device(state: Sequence[Any], device: torch.device | str | None, mode: Mode)
             f"AutoBatch ({mode}): parameters in state are on {' and '.join(accelerators)}, but a search "
             "measures one device. Put the model on one device, or give a batch size of your own."
         )
-    present = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
-        device = torch.device(device)
-        if device.type != "cpu" and (present is None or present.type != device.type):
-            raise AutoBatchError(
-                f"AutoBatch ({mode}): device is {device}, but this process can use "
-                f"{present.type if present else 'the CPU'} alone. Give device={str(present or 'cpu')!r}, or "
-                "install the driver and the build of PyTorch for it."
-            )
-        return device
+        return _present(device)
     for each in (*map(torch.device, accelerators), *devices):
         return each
-    return present or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _present(device: torch.device | str) -> torch.device:
+    """Return a device that was asked for.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    with contextlib.suppress(RuntimeError, TypeError, AttributeError):  # torch has no such kind
+        found = torch.device(device)
+        module = torch.get_device_module(found)
+        if found.type == "cpu" or (found.index or 0) < module.device_count():
+            return found
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    others = f"cpu or {accelerator.type}" if accelerator else "cpu"
+    raise ValueError(
+        f"device is {str(device)!r}, which this machine, or torch {torch.__version__}, does not have; give "
+        f"{others}, or leave device out"
+    )
 
 
 def smallest_size(

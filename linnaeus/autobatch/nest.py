@@ -85,7 +85,7 @@ def structure(nest: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two leaves are equal. NaN equals NaN."""
+    """Return whether two leaves are equal; NaN equals NaN."""
     a, b = local(a), local(b)
     if (isinstance(a, Tensor) and isinstance(b, Tensor)) or (is_array(a) and is_array(b)):
         if a.dtype != b.dtype or a.shape != b.shape:

@@ -23,6 +23,9 @@ _DOING = {
     "confirmation": "confirming",
     "timing": "timing",
 }
+EARLY_ENDS = {"max_trials": "max_trials", "timeout": "timeout_minutes"}
+"""What ended a search early, with the setting that did."""
+
 logger = logging.getLogger("linnaeus.autobatch")
 
 
@@ -186,14 +189,10 @@ def nothing_fits(
         outside: sentence on the memory in use outside the allocator.
         has_history: whether the optimizer is LBFGS.
     """
-    settings = {
-        "timeout": ("time", "timeout_minutes"),
-        "max_trials": ("trials", "max_trials"),
-    }
-    what, setting = settings.get(limited_by, ("", ""))
+    setting = EARLY_ENDS.get(limited_by)
     reason = (
-        f"the {what} ran out ({setting}) before a batch size fitted"
-        if what
+        f"the search ended ({setting}) before a batch size fitted"
+        if setting
         else "no batch size fits"
     )
     origin = "(memory_limit_gb)" if limits.total_name else f"on {device}"

@@ -399,10 +399,12 @@ def _meant(parser: CommandParser[Given], word: str) -> str | None:
         run for run in (path, path.parent.parent, Path("runs", word)) if (run / CONFIG).is_file()
     )
     if (run := next(runs, None)) is not None:
-        typed = f"{command} --cfg {shlex.quote(str(run / CONFIG))}"
+        words, purpose = ["--cfg", str(run / CONFIG)], "to use its configuration"
         if parser.command == "[train]":
-            return f"{word!r} is a run; to resume it, run: {typed} TRAIN.AUTO_RESUME=True"
-        return f"{word!r} is a run; to use its configuration, run: {typed}"
+            folder, purpose = run.absolute(), "to resume it"
+            words += [f"EXPERIMENT.OUTPUT_DIR={folder.parent}", f"EXPERIMENT.NAME={folder.name}"]
+            words += ["TRAIN.AUTO_RESUME=True"]
+        return f"{word!r} is a run; {purpose}, run: {command} {shlex.join(words)}"
     if not path.is_dir():
         return None
     typed = f"{command} data=imagefolder DATA.DATASET.ROOT={shlex.quote(word)}"

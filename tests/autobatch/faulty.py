@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.helpers.runs import SMALL
 
@@ -26,14 +25,14 @@ LARGEST = 8
 _last_batch_size = 0
 
 
-def fault() -> tuple[str, str]:
+def fault():
     """What goes wrong on this rank, and where."""
     kind, _, rest = os.environ.get("FAULT", "").partition(":")
     rank, _, place = rest.partition(":")
     return (kind, place) if rank == os.environ.get("RANK") else ("", "")
 
 
-def exhaust(place: str) -> None:
+def exhaust(place):
     """Ask the real allocator for more than there is.
 
     With the fault `oom`, beyond a size and at a place; with the fault `not`, at one size, and not beyond it.
@@ -47,23 +46,23 @@ def exhaust(place: str) -> None:
 
 class Exhausting(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         exhaust("backward")
         return gradient
 
 
 class Model(nn.Module):
-    def __init__(self, num_classes: int | dict[str, int]) -> None:
+    def __init__(self, num_classes):
         super().__init__()
         counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
         self.hidden = nn.Linear(3 * 8 * 8, 64)
         self.heads = nn.ModuleList(nn.Linear(64, count) for count in counts)
 
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, images):
         global _last_batch_size
         _last_batch_size = len(images)
         exhaust("forward")
@@ -74,12 +73,12 @@ class Model(nn.Module):
 class ModelThatReduces(Model):
     """Sums its features over all ranks."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x):
         torch.distributed.all_reduce(x.detach().clone())
         return super().forward(x)
 
 
 class ModelWithUnusedBranch(Model):
-    def __init__(self, num_classes: int | dict[str, int]) -> None:
+    def __init__(self, num_classes):
         super().__init__(num_classes)
         self.unused = nn.Linear(64, 64)

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,13 @@ from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.state import snapshot
 from linnaeus.autobatch.state.sharded import is_fake
 from linnaeus.batch_plan.effective_batch import Facts
-from linnaeus.batch_plan.plan import BatchPlan, plan_batches
+from linnaeus.batch_plan.plan import plan_batches
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import AutoBatchError
 from linnaeus.size_search.planned_sizes import find_planned_sizes
-from linnaeus.size_search.searches import SizeSearch, find_sizes
-from linnaeus.utils.autobatch import AutoBatchResult, auto_find_batch_size
+from linnaeus.size_search.searches import find_sizes
+from linnaeus.utils.autobatch import auto_find_batch_size
 from tests.autobatch.faulty import TINY
 from tests.helpers import forks
 from tests.helpers.ledger import limit_with_room_for
@@ -57,39 +57,37 @@ NUMBERS = itertools.count()
 Step = Callable[[Any], object]
 
 
-def samples(n: int) -> torch.Tensor:
+def samples(n):
     return torch.ones(n, MIB // 4)
 
 
-def find(
-    step: Step = lambda batch: None, num_samples: float = 32, **arguments: Any
-) -> AutoBatchResult:
+def find(step=lambda batch: None, num_samples=32, **arguments):
     """A search over samples of one MiB, under a limit for so many of them."""
-    defaults: dict[str, Any] = {
+    defaults = {
         "max_batch_size": 64,
         "memory_limit_gb": limit_with_room_for(num_samples) / 0.8,
     }
     return auto_find_batch_size(step, samples, **{**defaults, **arguments})
 
 
-def broken_on(failing: int) -> Step:
+def broken_on(failing):
     """A step that fails on one rank."""
 
-    def step(batch: Any) -> None:
+    def step(batch):
         if dist.get_rank() == failing:
             raise KeyError("broken")
 
     return step
 
 
-def of_all(value: Any) -> list[Any]:
+def of_all(value):
     """The value of each rank."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def error_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Exception:
+def error_of(function, *arguments, **options):
     try:
         found = function(*arguments, **options)
     except Exception as error:
@@ -97,7 +95,7 @@ def error_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> E
     raise AssertionError(f"no error, but {found}")
 
 
-def refuses(word: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+def refuses(word, function, *arguments, **options):
     """The function raises an `AutoBatchError` that has the word in it."""
     error = error_of(function, *arguments, **options)
     assert isinstance(error, AutoBatchError), error
@@ -107,7 +105,7 @@ def refuses(word: str, function: Callable[..., Any], *arguments: Any, **options:
 # --- searches ---
 
 
-def the_size_of_all_fits_on_each(rank: int) -> None:
+def the_size_of_all_fits_on_each(rank):
     result = find(num_samples=40 if rank == 0 else 20)
     assert 15 <= result.batch_size <= 20, "20 samples fit on rank 1, 40 on rank 0"
     assert result.ran_on_every_rank == (result.batch_size,)
@@ -121,15 +119,15 @@ def the_size_of_all_fits_on_each(rank: int) -> None:
         assert (result.batch_size, result.ran_on_every_rank) == (8, ()), "a rank may search alone"
 
 
-def an_error_of_one_rank_is_raised_there_and_told_to_the_others(rank: int) -> None:
-    def prepares() -> AutoBatchResult:
+def an_error_of_one_rank_is_raised_there_and_told_to_the_others(rank):
+    def prepares():
         """Rank 1 fails before its search, while rank 0 is in it."""
         with joined_ranks():
             if rank == 1:
                 raise OSError("broken")
             return find()
 
-    cases: list[tuple[int, type[Exception], Callable[[], Any]]] = [
+    cases = [
         (0, KeyError, lambda: find(broken_on(0))),
         (1, AutoBatchError, lambda: find(memory_limit_gb=0.01 if rank == 1 else 8.0)),
         (1, TypeError, lambda: find(max_batch_size="many" if rank == 1 else 8)),
@@ -151,7 +149,7 @@ def an_error_of_one_rank_is_raised_there_and_told_to_the_others(rank: int) -> No
     )
 
 
-def a_rank_that_does_not_call_is_named(rank: int) -> None:
+def a_rank_that_does_not_call_is_named(rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "ARRIVAL_S", 0.05)
         patch.setattr(exchange, "FAREWELL_S", 0.0)
@@ -163,13 +161,13 @@ def a_rank_that_does_not_call_is_named(rank: int) -> None:
     assert find(max_batch_size=4).batch_size == 4
 
 
-def a_search_may_take_longer_than_the_timeout_of_the_group(rank: int) -> None:
+def a_search_may_take_longer_than_the_timeout_of_the_group(rank):
     brief = dist.new_group()
     set_timeout = (
         getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     )  # of old torch
     set_timeout(datetime.timedelta(milliseconds=1), brief)
-    trials: list[int] = []
+    trials = []
     assert (
         find(lambda batch: trials.append(len(batch)), max_batch_size=16, group=brief).batch_size
         == 16
@@ -180,8 +178,8 @@ def a_search_may_take_longer_than_the_timeout_of_the_group(rank: int) -> None:
         assert isinstance(error_of(dist.barrier, group=brief), RuntimeError), "rank 1 does not come"
 
 
-def searches_in_one_context_share_its_control_plane_which_is_gone_afterwards(rank: int) -> None:
-    def around() -> tuple[list[str], int]:
+def searches_in_one_context_share_its_control_plane_which_is_gone_afterwards(rank):
+    def around():
         connections = psutil.Process().net_connections("tcp")
         return sorted(each.name for each in threading.enumerate()), len(connections)
 
@@ -202,8 +200,8 @@ def searches_in_one_context_share_its_control_plane_which_is_gone_afterwards(ran
 # --- steps that communicate ---
 
 
-def a_collective_of_a_step_is_an_error_and_no_hang(rank: int) -> None:
-    def functional(group: dist.ProcessGroup) -> Step:
+def a_collective_of_a_step_is_an_error_and_no_hang(rank):
+    def functional(group):
         return lambda batch: functional_collectives.all_reduce(batch, "sum", group).sum()
 
     refuses("allreduce", find, lambda batch: dist.all_reduce(batch))
@@ -211,10 +209,10 @@ def a_collective_of_a_step_is_an_error_and_no_hang(rank: int) -> None:
     assert find(functional(group_of_one(rank)), max_batch_size=4).batch_size == 4
 
 
-def a_collective_of_a_later_step_is_an_error_and_no_hang(rank: int) -> None:
+def a_collective_of_a_later_step_is_an_error_and_no_hang(rank):
     """Whichever group it names, whoever calls it, and only once in a search."""
     others, one = dist.new_group(), group_of_one(rank)
-    communications: dict[str, Callable[[Any], object]] = {
+    communications = {
         "allreduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
         "all": lambda group: functional_collectives.all_reduce(
             torch.ones(2), "sum", group or dist.group.WORLD
@@ -226,7 +224,7 @@ def a_collective_of_a_later_step_is_an_error_and_no_hang(rank: int) -> None:
         for named in (None, others, one):
             calls = 0
 
-            def step(batch: Any) -> None:
+            def step(batch):
                 nonlocal calls
                 calls += 1
                 if calls == 4:
@@ -241,13 +239,13 @@ def a_collective_of_a_later_step_is_an_error_and_no_hang(rank: int) -> None:
     batch_of_all(1)  # outside of a search it is as before
 
 
-def batch_of_all(n: int) -> torch.Tensor:
+def batch_of_all(n):
     batch = samples(n)
     dist.all_reduce(batch)
     return batch
 
 
-def group_of_one(rank: int) -> Any:
+def group_of_one(rank):
     return [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
 
 
@@ -262,7 +260,7 @@ class DeepSpeedEngine(nn.Linear):
     """By its name."""
 
 
-def what_no_rank_can_step_alone_is_refused_by_name(rank: int) -> None:
+def what_no_rank_can_step_alone_is_refused_by_name(rank):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     stateful = DistributedDataParallel(nn.Linear(8, 8))
@@ -288,7 +286,7 @@ def what_no_rank_can_step_alone_is_refused_by_name(rank: int) -> None:
     assert find(state=(stateless,), max_batch_size=4).batch_size == 4
 
 
-def state_that_one_rank_refuses_is_named_before_any_collective(rank: int) -> None:
+def state_that_one_rank_refuses_is_named_before_any_collective(rank):
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8)))
     model(torch.ones(2, 8)).sum().backward()
     if rank == 1:
@@ -299,7 +297,7 @@ def state_that_one_rank_refuses_is_named_before_any_collective(rank: int) -> Non
 class Net(nn.Module):
     """With BatchNorm; a parameter that no step uses, and one that steps use on some of the batches."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.enter, self.norm, self.leave = (
             nn.Linear(64, 256),
@@ -310,14 +308,14 @@ class Net(nn.Module):
         self.never = nn.Linear(8, 8)
         self.num_calls = 0
 
-    def forward(self, x: torch.Tensor, detour: bool) -> torch.Tensor:
+    def forward(self, x, detour):
         self.num_calls += 1
-        y: torch.Tensor = self.leave(self.norm(self.enter(x)).relu())
+        y = self.leave(self.norm(self.enter(x)).relu())
         return self.sometimes(y) if detour else y
 
 
 class WithoutUnused(Net):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         del self.never, self.sometimes
 
@@ -328,9 +326,7 @@ def halved_allreduce(_, bucket):  # type: ignore[no-untyped-def]  # torch compar
     return summed.then(lambda future: future.value()[0] / 4)
 
 
-def training(
-    kind: type[Net], steps_before: int, options: dict[str, Any], search: bool
-) -> tuple[Any, int]:
+def training(kind, steps_before, options, search):
     """The tensors after some steps, a search if so wanted, and further steps."""
     torch.manual_seed(0)
     wrapper = DistributedDataParallel(
@@ -341,12 +337,12 @@ def training(
     optimizer = torch.optim.AdamW(wrapper.parameters(), lr=1e-2, weight_decay=0.1)
     batches = torch.Generator().manual_seed(dist.get_rank())
 
-    def step(x: torch.Tensor, detour: bool = False) -> None:
+    def step(x, detour=False):
         wrapper(x, detour).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def train(num_steps: int) -> None:
+    def train(num_steps):
         for _ in range(num_steps):
             step(torch.randn(16, 64, generator=batches))
 
@@ -371,7 +367,7 @@ def training(
     ], size
 
 
-WRAPPERS: dict[str, tuple[type[Net], dict[str, Any]]] = {
+WRAPPERS = {
     "plain": (WithoutUnused, {}),
     "unused": (Net, {"find_unused_parameters": True}),
     "static with a hook": (WithoutUnused, {"static_graph": True, "hook": True}),
@@ -379,7 +375,7 @@ WRAPPERS: dict[str, tuple[type[Net], dict[str, Any]]] = {
 }
 
 
-def is_trained_the_same(name: str, steps_before: int) -> bool:
+def is_trained_the_same(name, steps_before):
     """Whether training after a search equals that without one, bit for bit."""
     kind, options = WRAPPERS[name]
     expected, _ = training(kind, steps_before, options, search=False)
@@ -388,14 +384,14 @@ def is_trained_the_same(name: str, steps_before: int) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-def training_after_a_search_is_that_without_one(rank: int) -> None:
+def training_after_a_search_is_that_without_one(rank):
     cases = [("plain", 1), ("unused", 2), ("static with a hook", 0), ("static with unused", 0)]
     for name, steps_before in (*cases, ("static with unused", 1)):
         assert is_trained_the_same(name, steps_before), name
 
 
-def without_the_reducer_of_all_ranks_training_differs(rank: int) -> None:
-    def make(wrapper: DistributedDataParallel, group: dist.ProcessGroup, hooks: Any) -> None:
+def without_the_reducer_of_all_ranks_training_differs(rank):
+    def make(wrapper, group, hooks):
         if group.size() == 1:
             made(wrapper, group, hooks)
 
@@ -405,11 +401,11 @@ def without_the_reducer_of_all_ranks_training_differs(rank: int) -> None:
         assert not is_trained_the_same("plain", 0)
 
 
-def the_hooks_of_a_wrapper_run_in_a_joint_step_and_count(rank: int) -> None:
+def the_hooks_of_a_wrapper_run_in_a_joint_step_and_count(rank):
     """What the hook of the last rank allocates is in no trial of a rank alone."""
-    sizes: dict[int, int] = {}
+    sizes = {}
     for mib_per_sample in (0, 1, 50):
-        calls: list[int] = []
+        calls = []
         size = 1
         wrapper = DistributedDataParallel(Residual(64))
 
@@ -418,7 +414,7 @@ def the_hooks_of_a_wrapper_run_in_a_joint_step_and_count(rank: int) -> None:
             calls.append(torch.ones(mib * MIB // 4).numel())  # noqa: B023
             return halved_allreduce(None, bucket)
 
-        def step(x: torch.Tensor) -> None:
+        def step(x):
             nonlocal size
             size = len(x)
             backward_of(wrapper)(x)  # noqa: B023
@@ -436,18 +432,18 @@ def the_hooks_of_a_wrapper_run_in_a_joint_step_and_count(rank: int) -> None:
     assert 1 <= sizes[50] < 4
 
 
-def backward_of(model: nn.Module) -> Step:
+def backward_of(model):
     return lambda x: model(x.unflatten(1, (-1, 64))).square().mean().backward()
 
 
-def an_error_in_a_joint_step_of_a_wrapper_is_raised_on_all(rank: int) -> None:
+def an_error_in_a_joint_step_of_a_wrapper_is_raised_on_all(rank):
     """In forward, in backward before a bucket is complete, and in a hook; training goes on afterwards."""
     for place in ("forward", "backward", "hook"):
         wrapper = DistributedDataParallel(nn.Sequential(Residual(64), Residual(64)))
         step = backward_of(wrapper)
-        failures: list[str] = []
+        failures = []
 
-        def fail(here: str, *_: Any) -> None:
+        def fail(here, *_):
             is_joint = wrapper.process_group.size() > 1  # noqa: B023
             if rank == 1 and is_joint and here == place and not failures:  # noqa: B023
                 failures.append(here)  # noqa: B023
@@ -470,16 +466,16 @@ def an_error_in_a_joint_step_of_a_wrapper_is_raised_on_all(rank: int) -> None:
         assert all(map(torch.equal, first, second)), place
 
 
-def a_wrapper_that_state_does_not_hold_is_refused_by_name(rank: int) -> None:
+def a_wrapper_that_state_does_not_hold_is_refused_by_name(rank):
     model = WithoutUnused()
     wrapper = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(x: torch.Tensor) -> None:
+    def step(x):
         wrapper(x, False).sum().backward()
         optimizer.step()
 
-    def search(*state: Any) -> AutoBatchResult:
+    def search(*state):
         return auto_find_batch_size(
             step,
             lambda n: torch.randn(n, 64),
@@ -493,7 +489,7 @@ def a_wrapper_that_state_does_not_hold_is_refused_by_name(rank: int) -> None:
     assert (result.batch_size, result.ran_on_every_rank) == (8, (8,))
 
 
-def sync_batchnorm_normalises_over_one_rank_in_a_search(rank: int) -> None:
+def sync_batchnorm_normalises_over_one_rank_in_a_search(rank):
     """torch's own runs on accelerators alone: what it is told in a search, and afterwards."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(WithoutUnused(), dist.group.WORLD)
     with single_rank.stepping_alone((model,)):
@@ -505,15 +501,15 @@ def sync_batchnorm_normalises_over_one_rank_in_a_search(rank: int) -> None:
 
 
 class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(self.up(x).relu())
 
 
-def sharded(how: str) -> nn.Module:
+def sharded(how):
     """A model in two blocks that share nothing, of odd sizes."""
     ranks = dist.get_world_size()
     torch.manual_seed(0)
@@ -531,15 +527,13 @@ def sharded(how: str) -> nn.Module:
     return blocks
 
 
-def sharded_training(
-    how: str, steps_before: int, mode: Any
-) -> tuple[list[Any], AutoBatchResult | None]:
+def sharded_training(how, steps_before, mode):
     """The tensors after some steps, a search in a mode if one is given, and further steps."""
     model = sharded(how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     batches = torch.Generator().manual_seed(dist.get_rank())
 
-    def step(x: torch.Tensor) -> None:
+    def step(x):
         with torch.set_grad_enabled(model.training):
             loss = model(x).square().mean()
         if model.training:
@@ -547,7 +541,7 @@ def sharded_training(
             optimizer.step()
             optimizer.zero_grad()
 
-    def train(num_steps: int) -> None:
+    def train(num_steps):
         for _ in range(num_steps):
             step(torch.randn(2, 64, generator=batches))
 
@@ -569,7 +563,7 @@ def sharded_training(
     return [getattr(value, "_local_tensor", value) for value in state], found
 
 
-def is_sharded_training_the_same(how: str, steps_before: int, mode: Any) -> bool:
+def is_sharded_training_the_same(how, steps_before, mode):
     """Whether it is so bit for bit; trials run out of memory, and all ranks find one size."""
     expected, _ = sharded_training(how, steps_before, None)
     values, found = sharded_training(how, steps_before, mode)
@@ -581,48 +575,46 @@ def is_sharded_training_the_same(how: str, steps_before: int, mode: Any) -> bool
     return len(values) == len(expected) and all(map(torch.equal, values, expected))
 
 
-def training_of_a_sharded_model_after_a_search_is_that_without_one(rank: int) -> None:
+def training_of_a_sharded_model_after_a_search_is_that_without_one(rank):
     assert is_sharded_training_the_same("full", 1, "train")
 
 
-def without_a_reset_of_what_shards_it_training_fails_or_differs(rank: int) -> None:
+def without_a_reset_of_what_shards_it_training_fails_or_differs(rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot, "reset_of", lambda modules: lambda: None)
         with contextlib.suppress(AutoBatchError, RuntimeError, AttributeError):
             assert not is_sharded_training_the_same("full", 1, "train")
 
 
-def training_of_each_kind_after_a_search_is_that_without_one(rank: int) -> None:
+def training_of_each_kind_after_a_search_is_that_without_one(rank):
     cases = [("full", 0, "train"), ("full", 1, "val"), ("hybrid", 1, "train"), ("hybrid", 0, "val")]
     for case in (*cases, ("tensor parallel", 1, "train")):
         assert is_sharded_training_the_same(*case), case
 
 
-def is_joint(model: nn.Module) -> bool:
+def is_joint(model):
     """Whether a step of a sharded model communicates with other ranks now."""
     (group,) = next(model.parameters()).device_mesh.get_all_groups()
     return not is_fake(dist.distributed_c10d._resolve_process_group(group.group_name))
 
 
-def an_error_in_a_joint_step_is_tried_once_and_raised_on_all(rank: int) -> None:
+def an_error_in_a_joint_step_is_tried_once_and_raised_on_all(rank):
     """At each call, of each kind; the groups of the ranks are as good as before."""
     model = sharded("full")
 
-    def more_than_there_is(text: str) -> None:
+    def more_than_there_is(text):
         torch.empty(1 << 50, dtype=torch.uint8)
 
-    def raised(error: type[BaseException]) -> Callable[[str], None]:
-        def fail(text: str) -> None:
+    def raised(error):
+        def fail(text):
             raise error(text)
 
         return fail
 
-    def search(
-        failing_call: int, fail: Callable[[str], None], in_backward: bool
-    ) -> tuple[int, Any]:
+    def search(failing_call, fail, in_backward):
         calls = 0
 
-        def step(x: torch.Tensor) -> None:
+        def step(x):
             nonlocal calls
             calls += is_joint(model)
             is_failing = rank == 1 and is_joint(model) and calls == failing_call
@@ -633,9 +625,9 @@ def an_error_in_a_joint_step_is_tried_once_and_raised_on_all(rank: int) -> None:
                 fail("broken")
             y.square().mean().backward()
 
-        options: dict[str, Any] = {"max_batch_size": 2, "memory_limit_gb": 8.0}
+        options = {"max_batch_size": 2, "memory_limit_gb": 8.0}
         try:
-            outcome: Any = find(step, state=(model,), **options)
+            outcome = find(step, state=(model,), **options)
         except BaseException as error:
             outcome = error
         return calls, outcome
@@ -660,12 +652,12 @@ def an_error_in_a_joint_step_is_tried_once_and_raised_on_all(rank: int) -> None:
     assert (calls, found.batch_size) == (8, 2), found
 
 
-def a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered(rank: int) -> None:
+def a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered(rank):
     """What the last rank allocates only together with the others is in no trial of a rank alone."""
     model, last = sharded("full"), dist.get_world_size() - 1
-    sizes: list[int] = []
+    sizes = []
 
-    def step(x: torch.Tensor, extra_mib: int) -> None:
+    def step(x, extra_mib):
         if is_joint(model):
             sizes.append(len(x))
             _ = torch.ones(extra_mib * MIB // 4) if rank == last else None
@@ -691,7 +683,7 @@ def a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered(rank: int
 
 
 @contextlib.contextmanager
-def run_of(rank: int, *argv: str, fault: str = "", **options: Any) -> Iterator[SizeSearch]:
+def run_of(rank, *argv, fault="", **options):
     """The search of a run, which leaves everything as it was, the same on all ranks."""
     os.environ |= {"RANK": str(rank), "FAULT": fault}
     store = dist.PrefixStore(f"control {next(NUMBERS)}", dist.distributed_c10d._get_default_store())
@@ -706,7 +698,7 @@ def run_of(rank: int, *argv: str, fault: str = "", **options: Any) -> Iterator[S
         plane.gather(None)  # no heartbeat ends before the others are done
 
 
-def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank: int) -> None:
+def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank):
     """Rank 0 tries 18 on its way to 24. 36 samples per rank would be 2 x 18, but rank 1 cannot run 18."""
     options = (
         "DATA.AUTOBATCH.STRATEGY=binary",
@@ -715,7 +707,7 @@ def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank: int) -> N
     )
     with run_of(rank, *options, fault="not:1:18", max_samples_per_rank=36) as search:
 
-        def plan_for(size: int) -> BatchPlan:
+        def plan_for(size):
             facts = Facts(
                 max_micro_batch_size=size, world_size=2, num_samples=96, learning_rate=0.1
             )
@@ -727,7 +719,7 @@ def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank: int) -> N
     assert (train.ran_on_every_rank, sizes.plan.micro_batch_size) == ((24, 12), 12)
 
 
-def a_model_with_an_unused_branch_is_tried_as_it_is_trained(rank: int) -> None:
+def a_model_with_an_unused_branch_is_tried_as_it_is_trained(rank):
     """Without the option torch would wait for the gradient of the branch."""
     model = "MODEL._target_=tests.autobatch.faulty.ModelWithUnusedBranch"
     with run_of(
@@ -736,7 +728,7 @@ def a_model_with_an_unused_branch_is_tried_as_it_is_trained(rank: int) -> None:
         assert find_sizes(search)["train"].batch_size == 24
 
 
-def a_collective_of_a_model_of_a_run_is_an_error_and_no_hang(rank: int) -> None:
+def a_collective_of_a_model_of_a_run_is_an_error_and_no_hang(rank):
     model = "MODEL._target_=tests.autobatch.faulty.ModelThatReduces"
     with run_of(rank, model) as search:
         if rank == 0:
@@ -746,7 +738,7 @@ def a_collective_of_a_model_of_a_run_is_an_error_and_no_hang(rank: int) -> None:
 # --- four ranks ---
 
 
-def two_groups_search_at_once(rank: int) -> None:
+def two_groups_search_at_once(rank):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine, other = pairs if rank < 2 else reversed(pairs)
     assert isinstance(error_of(find, group=other), ValueError)
@@ -807,7 +799,7 @@ BODIES = {
 """By the number of ranks that they need."""
 
 
-def work(rank: int, folder: str) -> dict[str, str]:
+def work(rank, folder):
     """What went wrong in each body; nothing in most of them."""
     place = Path(folder)
     num_ranks = int((place / "num_ranks").read_text())
@@ -830,7 +822,7 @@ def work(rank: int, folder: str) -> dict[str, str]:
     return wrong
 
 
-def join(rank: int, num_ranks: int, folder: Path) -> None:
+def join(rank, num_ranks, folder):
     """Join the process group, over a store that rank 0 serves."""
     port, wait = folder / "port", datetime.timedelta(seconds=forks.limit_s)
     if rank == 0:
@@ -843,13 +835,13 @@ def join(rank: int, num_ranks: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=wait)
 
 
-def search_until_one_dies(rank: int, dead: int, folder: Path, joint: bool = False) -> None:
+def search_until_one_dies(rank, dead, folder, joint=False):
     """Rank 0 is killed in its first step, or kills rank 1 there, which waits for it; or in a joint step."""
     join(rank, 2, folder)
     pid = of_all(os.getpid())[dead]
     model = sharded("full") if joint else None
 
-    def step(batch: Any) -> None:
+    def step(batch):
         if model is not None:
             model(batch.unflatten(1, (-1, 64))).square().mean().backward()
             if not is_joint(model):
@@ -864,7 +856,7 @@ def search_until_one_dies(rank: int, dead: int, folder: Path, joint: bool = Fals
     (folder / "error.json").write_text(json.dumps([type(error).__mro__[0].__name__, str(error)]))
 
 
-def search_until_one_fails_within_a_collective(rank: int, folder: Path) -> None:
+def search_until_one_fails_within_a_collective(rank, folder):
     """Rank 1 fails where rank 0 waits for it already, and stays until rank 0 has ended."""
     join(rank, 2, folder)
     pid = of_all(os.getpid())[0]
@@ -881,14 +873,14 @@ def search_until_one_fails_within_a_collective(rank: int, folder: Path) -> None:
     wait_until(lambda: has_ended(pid))
 
 
-def has_ended(pid: int) -> bool:
+def has_ended(pid):
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 
 
-def spawned(rank: int, folder: Path) -> None:
+def spawned(rank, folder):
     """For `torch.multiprocessing.spawn`."""
     torch.set_num_threads(1)
     dist.init_process_group(

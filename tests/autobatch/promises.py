@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as torch_dist
@@ -20,13 +18,11 @@ from linnaeus.autobatch.memory.device import CudaMemory
 from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.config.load import load_config
-from linnaeus.config.schema import Config
-from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.rng import seed_all
 from linnaeus.size_search.searches import SizeSearch, find_sizes
-from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.trainer import Trainer
 from tests.helpers.trainers import building
@@ -100,7 +96,7 @@ class Case(NamedTuple):
     buckets: bool = False
     checkpointing: bool = False
 
-    def __str__(self) -> str:
+    def __str__(self):
         switches = [
             name for name in ("ema", "probe", "buckets", "checkpointing") if getattr(self, name)
         ]
@@ -109,7 +105,7 @@ class Case(NamedTuple):
         return " ".join([f"{self.model} {self.fraction:.2f} {self.optimizer} {amp}", *switches])
 
     @property
-    def argv(self) -> list[str]:
+    def argv(self):
         """Its configuration."""
         return [
             *MODELS[self.model],
@@ -178,13 +174,13 @@ class Phase(NamedTuple):
     promise: AutoBatchResult
 
     @property
-    def excess(self) -> float:
+    def excess(self):
         """How far it went beyond the promise, as a fraction of it."""
         assert self.promise.peak_bytes is not None
         return self.peak_bytes / self.promise.peak_bytes - 1
 
     @property
-    def is_kept(self) -> bool:
+    def is_kept(self):
         """Whether it kept to the promise and to the budget, and had no need to flush the cache."""
         is_within = self.peak_bytes <= self.promise.budget_bytes
         return self.excess <= TOLERANCE and is_within and not self.num_retries
@@ -194,13 +190,13 @@ class SingleRank(World):
     """One rank whose model is wrapped all the same: the group of all ranks is that of this rank alone."""
 
     @property
-    def is_distributed(self) -> bool:
+    def is_distributed(self):
         """True."""
         return True
 
 
 @contextmanager
-def world_of(case: Case, folder: Path) -> Iterator[World]:
+def world_of(case, folder):
     """The processes of a run; for gradient buckets, in a process group of one."""
     if not case.buckets:
         yield World(DEVICE)
@@ -223,20 +219,20 @@ class MeasuredTrainer(Trainer):
         phases: the mode, the peak in bytes and the flushes of the cache of each phase so far.
     """
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         super().__post_init__()
-        self.phases: list[tuple[Mode, int, int]] = []
+        self.phases = []
 
-    def train_epoch(self) -> None:
+    def train_epoch(self):
         with self._measured("train"):
             super().train_epoch()
 
-    def _validation_metrics(self, batches: Any) -> dict[str, float] | None:
+    def _validation_metrics(self, batches):
         with self._measured("val"):
             return super()._validation_metrics(batches)
 
     @contextmanager
-    def _measured(self, mode: Mode) -> Iterator[None]:
+    def _measured(self, mode):
         before = torch.cuda.memory_stats()["num_alloc_retries"]
         torch.cuda.reset_peak_memory_stats()
         yield
@@ -255,12 +251,12 @@ class Run:
         found: what the first process has found, by mode.
     """
 
-    def __init__(self, case: Case, folder: Path) -> None:
+    def __init__(self, case, folder):
         self.case, self.folder = case, folder
-        self.found: dict[str, AutoBatchResult] = {}
+        self.found = {}
         seed_all(0)
 
-    def phases(self, *, excess: float = 0.0) -> list[Phase]:
+    def phases(self, *, excess=0.0):
         """Search if nothing is found yet, train, write a checkpoint, resume from it and train on.
 
         Args:
@@ -276,9 +272,7 @@ class Run:
                 for phase in self._process(world, num_epochs, excess, resumes=number > 0)
             ]
 
-    def _process(
-        self, world: World, num_epochs: int, excess: float, *, resumes: bool
-    ) -> list[Phase]:
+    def _process(self, world, num_epochs, excess, *, resumes):
         config = self._config(num_epochs)
         data = build_data(config.DATA, seed=0)
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
@@ -306,13 +300,13 @@ class Run:
                 trainer.fit()
         return [Phase(*phase, self.found[phase[0]]) for phase in trainer.phases]
 
-    def _config(self, num_epochs: int) -> Config:
+    def _config(self, num_epochs):
         memory = CudaMemory(DEVICE)
         fraction = (memory.outside() + self.case.fraction * ROOM_BYTES) / memory.total_bytes
         options = f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION={fraction}", f"TRAIN.EPOCHS={num_epochs}"
         return load_config([*self.case.argv, *options]).config
 
-    def _find(self, config: Config, data: DataBundle, assembly: Assembly, world: World) -> None:
+    def _find(self, config, data, assembly, world):
         """Search; or see that the sizes found earlier are kept."""
         search = SizeSearch(config.DATA, config.TRAIN, data, assembly, world, seed=0)
         sizes = {mode: result.batch_size for mode, result in self.found.items()}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # torch has no other group of one process
-from torch import Tensor
 from torch.distributed import HashStore
 from torch.distributed import _functional_collectives as functional
 
@@ -20,13 +18,13 @@ pytestmark = pytest.mark.usefixtures("compiles_unseen")
 
 
 @pytest.fixture
-def world() -> Iterator[dist.ProcessGroup | None]:
+def world():
     dist.init_process_group("fake", store=HashStore(), rank=0, world_size=2)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def kinds() -> dict[str, Callable[[], object]]:
+def kinds():
     """Each kind of collective, by the name of its operator."""
     one, two = torch.ones(2), [torch.ones(2), torch.ones(2)]
     return {
@@ -48,8 +46,8 @@ def kinds() -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.parametrize("name", kinds())
-def test_each_kind_of_collective_is_seen_and_then_runs(name: str, world: object) -> None:
-    seen: list[str] = []
+def test_each_kind_of_collective_is_seen_and_then_runs(name, world):
+    seen = []
     collective = kinds()[name]
     with BeforeCollectives(lambda name, group: seen.append(name)), torch.inference_mode():
         collective()
@@ -58,22 +56,22 @@ def test_each_kind_of_collective_is_seen_and_then_runs(name: str, world: object)
     assert seen == [name], "outside of the context it is not seen"
 
 
-def test_collectives_in_compiled_code_and_in_backward_are_refused(world: object) -> None:
+def test_collectives_in_compiled_code_and_in_backward_are_refused(world):
     class Summed(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
+        def forward(ctx, x):
             return x.clone()
 
         @staticmethod
-        def backward(ctx: object, gradient: Tensor) -> Tensor:
+        def backward(ctx, gradient):
             dist.all_reduce(gradient)
             return gradient
 
     @torch.compile(backend="aot_eager")
-    def compiled(x: Tensor) -> Tensor:
+    def compiled(x):
         return functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
 
-    def backward() -> None:
+    def backward():
         Summed.apply(torch.ones(2, requires_grad=True)).sum().backward()
 
     for step in (partial(compiled, torch.ones(2)), backward):
@@ -83,11 +81,11 @@ def test_collectives_in_compiled_code_and_in_backward_are_refused(world: object)
         step()
 
 
-def test_other_operators_run_as_always(world: object) -> None:
-    graphs: list[int] = []
+def test_other_operators_run_as_always(world):
+    graphs = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        def run(*arguments: object) -> object:
+    def backend(graph, inputs):
+        def run(*arguments):
             graphs.append(len(graphs))
             return graph(*arguments)
 

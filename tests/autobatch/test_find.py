@@ -12,10 +12,8 @@ import re
 import resource
 import threading
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +26,7 @@ from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.memory.host import CpuMemory
+from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.settings import SearchSettings
@@ -42,12 +41,12 @@ MIB = 1024**2
 WIDTH = MIB // 4  # float32 values in one MiB
 
 
-def make_batch(size: int) -> Tensor:
+def make_batch(size):
     """One MiB a sample. Nobody writes to it: an allocation counts, and pages take time."""
     return torch.empty(size, WIDTH)
 
 
-def plain_step(batch: Tensor) -> None:
+def plain_step(batch):
     """Twice the batch at its peak."""
     torch.empty_like(batch)
 
@@ -55,20 +54,24 @@ def plain_step(batch: Tensor) -> None:
 find_on_cpu = partial(auto_find_batch_size, device="cpu")
 
 
-def record_of(result: AutoBatchResult, size: int) -> Any:
+def record_of(result, size):
     """The newest trial of a size: a size that ran before the confirmation may not fit in it."""
     return next(trial for trial in reversed(result.trials) if trial.size == size)
+
+
+def words(text):
+    return set(re.findall(r"\w+", text))
 
 
 # --- the size found ---
 
 
 @pytest.mark.parametrize("worst", [1, 2])
-def test_peaks_that_fall_are_no_certificate(worst: int) -> None:
+def test_peaks_that_fall_are_no_certificate(worst):
     """The first size needs five times its memory; after some steps, all need `worst` times theirs."""
     num_runs = 0
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         nonlocal num_runs
         num_runs += 1
         factor = 5 if len(batch) == 16 else worst if num_runs > 12 else 1
@@ -78,28 +81,28 @@ def test_peaks_that_fall_are_no_certificate(worst: int) -> None:
     result = find_on_cpu(step, make_batch, **options)
     peaks = [trial.peak_bytes for trial in result.trials if trial.size == result.batch_size]
     assert not result.certified
-    assert len(peaks) >= 3
+    assert len(peaks) >= (3 if worst == 1 else 1)
     assert max(peak or 0 for peak in peaks) <= result.budget_bytes
-    most = 100 if worst == 1 else 66
-    assert 0.97 * most <= result.batch_size <= most
+    least, most = (97, 100) if worst == 1 else (50, 66)
+    assert least <= result.batch_size <= most
 
 
 class Drawn:
     """Batches and steps that take one to three MiB a sample more than `plain_step`, whichever is drawn."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.random = random.Random(0)
 
-    def factor(self) -> int:
+    def factor(self):
         return self.random.choice([1, 2, 3])
 
-    def make_batch(self, size: int) -> Tensor:
+    def make_batch(self, size):
         return torch.empty(size, self.factor() * WIDTH)
 
-    def step(self, batch: Tensor) -> None:
+    def step(self, batch):
         torch.empty(len(batch), self.factor() * WIDTH)
 
-    def step_in_pieces(self, batch: Tensor) -> None:
+    def step_in_pieces(self, batch):
         """Allocate more or less in all, but never more at once."""
         for _ in range(self.factor()):
             plain_step(batch)
@@ -107,8 +110,8 @@ class Drawn:
 
 @pytest.mark.parametrize("max_trials", [1, 5, 25])
 @pytest.mark.parametrize("drawn", ["make_batch", "step"])
-def test_a_size_is_no_certificate_where_memory_varies(drawn: str, max_trials: int) -> None:
-    parts: dict[str, Any] = {"step": plain_step, "make_batch": make_batch}
+def test_a_size_is_no_certificate_where_memory_varies(drawn, max_trials):
+    parts = {"step": plain_step, "make_batch": make_batch}
     parts[drawn] = getattr(Drawn(), drawn)
     result = find_on_cpu(**parts, **room(240), max_batch_size=300, max_trials=max_trials)
     assert not result.certified
@@ -117,12 +120,39 @@ def test_a_size_is_no_certificate_where_memory_varies(drawn: str, max_trials: in
     assert result.batch_size == 16 if max_trials == 1 else 0.9 * most <= result.batch_size <= most
 
 
-def test_memory_that_varies_beside_a_large_optimizer_is_noticed() -> None:
+@pytest.mark.parametrize("seed", [0, 3])
+def test_random_steps_cost_at_most_three_confirmations(seed):
+    drawn = random.Random(seed)
+    events = []
+
+    class Purposes(SearchObserver):
+        def trial_started(self, size, purpose):
+            events.append(purpose)
+
+    def step(batch):
+        torch.empty(len(batch) * (1 if drawn.random() < 0.9 else 2), WIDTH)
+
+    options = {**room(240), "max_batch_size": 300, "observer": Purposes()}
+    result = find_on_cpu(step, make_batch, **options)
+    assert not result.certified
+    assert 0 < events.count("confirmation") <= 3
+    assert record_of(result, result.batch_size).fits(result.budget_bytes)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:9", "xpu", "meta", "gpu"])
+def test_a_device_that_is_not_there_is_refused(device):
+    if torch.accelerator.is_available() and device == torch.accelerator.current_accelerator().type:
+        pytest.skip("it is there")
+    with pytest.raises(ValueError, match=f"device is '{device}'.* cpu"):
+        auto_find_batch_size(plain_step, make_batch, device=device)
+
+
+def test_memory_that_varies_beside_a_large_optimizer_is_noticed():
     """With one sample, the peak is that of the optimizer's step, whichever size is drawn."""
     model, drawn = nn.Linear(1, 8 * MIB, bias=False), Drawn()
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         drawn.step(batch)
         model(batch[:1, :1]).sum().backward()
         optimizer.step()
@@ -133,12 +163,12 @@ def test_memory_that_varies_beside_a_large_optimizer_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("name", ["pieces", "accumulation"])
-def test_steps_that_differ_without_a_higher_peak_are_certified(name: str) -> None:
+def test_steps_that_differ_without_a_higher_peak_are_certified(name):
     model = nn.Linear(1, MIB)
     optimizer = torch.optim.AdamW(model.parameters())
-    calls: list[int] = []
+    calls = []
 
-    def accumulate(batch: Tensor) -> None:
+    def accumulate(batch):
         calls.append(len(batch))
         model(batch[:1, :1]).sum().backward()
         if len(calls) % 2 == 0:
@@ -146,7 +176,7 @@ def test_steps_that_differ_without_a_higher_peak_are_certified(name: str) -> Non
             optimizer.zero_grad()
 
     step = Drawn().step_in_pieces if name == "pieces" else accumulate
-    arguments: dict[str, Any] = {"state": (model, optimizer), "tolerance": 0.0, **room(150)}
+    arguments = {"state": (model, optimizer), "tolerance": 0.0, **room(150)}
     result = find_on_cpu(step, make_batch, max_batch_size=300, **arguments)
     assert (result.certified, result.limited_by) == (True, "memory")
     sizes = [trial.size for trial in result.trials]
@@ -155,23 +185,21 @@ def test_steps_that_differ_without_a_higher_peak_are_certified(name: str) -> Non
 
 @pytest.mark.parametrize("extra_mib", [20, 400])
 @pytest.mark.parametrize("kept", [lambda batch: batch * 3, lambda batch: batch[:1] * 3])
-def test_a_step_that_keeps_every_output_has_no_size(
-    kept: Callable[[Tensor], Tensor], extra_mib: int
-) -> None:
-    outputs: list[Tensor] = []
+def test_a_step_that_keeps_every_output_has_no_size(kept, extra_mib):
+    outputs = []
     with pytest.raises(AutoBatchError, match=r"keeps [\d.]+ MiB .* each call"):
         find_on_cpu(lambda batch: outputs.append(kept(batch)), make_batch, **room(extra_mib))
     outputs.clear()  # the traceback holds them, and later tests measure what is held
 
 
 @pytest.mark.parametrize("num_kept", [0, 3])
-def test_a_cache_that_is_full_is_no_leak(num_kept: int) -> None:
+def test_a_cache_that_is_full_is_no_leak(num_kept):
     """The numbers beside it grow with each call, but do not explain what is held."""
-    outputs: deque[Tensor] = deque([torch.empty(1, WIDTH)] * num_kept, num_kept)
-    buffers: dict[int, Tensor] = {}
-    losses: list[Tensor] = []
+    outputs = deque([torch.empty(1, WIDTH)] * num_kept, num_kept)
+    buffers = {}
+    losses = []
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         buffers.setdefault(0, torch.ones(8, WIDTH))
         outputs.append(batch * 3)
         losses.append(outputs[-1].sum() if outputs else torch.zeros(1))
@@ -194,12 +222,10 @@ def test_the_last_batch_alone_is_no_growth(
 @pytest.mark.parametrize(
     ("strategy", "multiple_of"), [("guided", 1), ("binary", 8), ("binsearch", 1)]
 )
-def test_the_size_ran_within_the_budget_and_the_next_one_did_not(
-    strategy: str, multiple_of: int
-) -> None:
-    seen: list[int] = []
+def test_the_size_ran_within_the_budget_and_the_next_one_did_not(strategy, multiple_of):
+    seen = []
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         seen.append(len(batch))
         plain_step(batch)
 
@@ -231,11 +257,11 @@ def test_the_size_ran_within_the_budget_and_the_next_one_did_not(
 
 
 @pytest.mark.parametrize("confirm", [True, False])
-def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bool) -> None:
+def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm):
     """Only a confirmation can notice what the last trial has left behind, as a library's buffers."""
-    held: list[Tensor] = []
+    held = []
 
-    def make_batch_and_keep(size: int) -> Tensor:
+    def make_batch_and_keep(size):
         if size == 128:
             held.append(make_batch(40))
         return make_batch(size)
@@ -249,22 +275,17 @@ def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bo
     )
     with BatchSizeFinder(plain_step, make_batch_and_keep, settings, device="cpu") as finder:
         result = finder.find(confirm=confirm)
-        again = finder.measure(result.batch_size)
     assert result.limited_by == "memory"
-    if confirm:
-        assert (again.status, result.certified) == ("fits", True)
-        assert 45 <= result.batch_size <= 56, "two MiB a sample in 110 MiB"
-    else:
-        assert (again.status, result.batch_size) == ("oom", 64)
+    assert 45 <= result.batch_size <= 56 if confirm else result.batch_size == 64, "of 110 MiB"
 
 
 @pytest.mark.parametrize("objective", ["memory", "throughput"])
 @pytest.mark.parametrize("max_trials", range(1, 9))
-def test_confirmations_count_among_the_trials(max_trials: int, objective: Any) -> None:
+def test_confirmations_count_among_the_trials(max_trials, objective):
     """Each of the first trials leaves more behind, so that sizes are confirmed."""
-    held: list[Tensor] = []
+    held = []
 
-    def make_batch_and_keep(size: int) -> Tensor:
+    def make_batch_and_keep(size):
         if size > 16 and len(held) < 4:
             held.append(make_batch(8))
         return make_batch(size)
@@ -277,12 +298,12 @@ def test_confirmations_count_among_the_trials(max_trials: int, objective: Any) -
 
 
 def test_what_others_take_during_a_search_lowers_its_budget(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     taken, read = [0], CpuMemory.budget
     monkeypatch.setattr(CpuMemory, "budget", lambda memory, *asked: read(memory, *asked) - taken[0])
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         plain_step(batch)
         taken[0] = 60 * MIB if len(batch) > 16 else taken[0]
 
@@ -303,10 +324,8 @@ def test_what_others_take_during_a_search_lowers_its_budget(
         ({"max_batch_size": 11, "bounds": {"dataset": 17}}, "max_batch_size", 11),
     ],
 )
-def test_the_lowest_bound_is_reached_and_named(
-    arguments: dict[str, Any], limited_by: str, size: int
-) -> None:
-    sizes: set[int] = set()
+def test_the_lowest_bound_is_reached_and_named(arguments, limited_by, size):
+    sizes = set()
     result = find_on_cpu(lambda batch: sizes.add(len(batch)), make_batch, **room(300), **arguments)
     assert (result.limited_by, result.batch_size, result.certified) == (limited_by, size, True)
     assert min(sizes) == 1
@@ -314,7 +333,7 @@ def test_the_lowest_bound_is_reached_and_named(
 
 
 @pytest.mark.parametrize("name", ["max_batch_size", "memory", "throughput"])
-def test_a_bound_takes_no_name_of_another_limit(name: str) -> None:
+def test_a_bound_takes_no_name_of_another_limit(name):
     with pytest.raises(ValueError, match=name):
         find_on_cpu(plain_step, make_batch, bounds={name: 4096}, max_batch_size=2)
 
@@ -323,19 +342,14 @@ def test_a_bound_takes_no_name_of_another_limit(name: str) -> None:
     ("limit", "limited_by"),
     [({"timeout_minutes": 1.0}, "timeout"), ({"max_trials": 2}, "max_trials")],
 )
-def test_a_limit_ends_the_search_with_the_best_size_so_far(
-    limit: dict[str, Any],
-    limited_by: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    sizes: list[int] = []
+def test_a_limit_ends_the_search_with_the_best_size_so_far(limit, limited_by, monkeypatch, caplog):
+    sizes = []
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         sizes.extend({len(batch)} - {*sizes})
         plain_step(batch)
 
-    def clock() -> float:  # beyond the deadline once one size has warmed up and two have run
+    def clock():  # beyond the deadline once one size has warmed up and two have run
         return 7200.0 if len(sizes) == 3 and limited_by == "timeout" else 0.0
 
     monkeypatch.setattr("linnaeus.autobatch.finder.time", SimpleNamespace(monotonic=clock))
@@ -343,27 +357,20 @@ def test_a_limit_ends_the_search_with_the_best_size_so_far(
     assert (result.limited_by, result.certified, len(result.trials)) == (limited_by, False, 2)
     assert sizes == [1, *(trial.size for trial in result.trials)]
     assert record_of(result, result.batch_size).status == "fits"
-    (warning,) = [record for record in caplog.messages if "ended early" in record]
-    assert {*limit} <= {*re.findall(r"\w+", warning)}
-    caplog.clear()
-    assert find_on_cpu(plain_step, make_batch, max_batch_size=4).certified
-    assert "ended early" not in caplog.text
-
-
-def test_a_device_that_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(AutoBatchError, match="device is mps"):
-        auto_find_batch_size(plain_step, make_batch, device="mps")
+    (warning,) = caplog.messages
+    setting = {"timeout": "timeout_minutes"}.get(limited_by, limited_by)
+    assert {"warning", str(result.batch_size), "certified", setting} <= words(warning)
 
 
 # --- kinds of loops ---
 
 
-def test_batchnorm_trains_on_no_single_sample_and_validates_on_one() -> None:
+def test_batchnorm_trains_on_no_single_sample_and_validates_on_one():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sizes: list[int] = []
+    sizes = []
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         sizes.append(len(batch))
         loss = model(batch).sum()
         if model.training:
@@ -371,7 +378,7 @@ def test_batchnorm_trains_on_no_single_sample_and_validates_on_one() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    arguments: dict[str, Any] = {"state": (model, optimizer), "max_batch_size": 8, **room(300)}
+    arguments = {"state": (model, optimizer), "max_batch_size": 8, **room(300)}
     assert auto_find_batch_size(step, lambda n: torch.randn(n, 4), **arguments).batch_size == 8
     assert min(sizes) == 2
     sizes.clear()
@@ -380,13 +387,13 @@ def test_batchnorm_trains_on_no_single_sample_and_validates_on_one() -> None:
     assert min(sizes) == 1
 
 
-def test_a_batch_far_above_the_budget_is_refused_and_not_built() -> None:
+def test_a_batch_far_above_the_budget_is_refused_and_not_built():
     """The machine's other processes must not miss what a trial takes."""
     most = 0
 
-    def make_pieces(size: int) -> list[Tensor]:
+    def make_pieces(size):
         nonlocal most
-        pieces: list[Tensor] = []
+        pieces = []
         for _ in range(size):
             pieces.append(make_batch(10))
             most = max(most, len(pieces))
@@ -400,7 +407,7 @@ def test_a_batch_far_above_the_budget_is_refused_and_not_built() -> None:
     assert 9 <= most <= 11, "pieces of 10 MiB in 100 MiB"
 
 
-def test_the_error_that_users_catch_is_exported() -> None:
+def test_the_error_that_users_catch_is_exported():
     assert linnaeus.AutoBatchError is linnaeus.autobatch.AutoBatchError is AutoBatchError
 
 
@@ -408,15 +415,15 @@ def test_the_error_that_users_catch_is_exported() -> None:
 
 
 class Rows(torch.utils.data.Dataset[Tensor]):
-    def __len__(self) -> int:
+    def __len__(self):
         return 500
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index):
         return torch.zeros(8)
 
 
 ROWS = torch.zeros(500, 64)
-SHORT_BATCHES: dict[str, Callable[[int], Any]] = {
+SHORT_BATCHES = {
     "slice": lambda n: ROWS[:n],
     "loader": lambda n: next(iter(torch.utils.data.DataLoader(Rows(), batch_size=n))),
     "labels": lambda n: (torch.zeros(7, 3), {"x": ROWS[:n], "y": torch.zeros(min(n, 500))}),
@@ -426,10 +433,8 @@ SHORT_BATCHES: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("make", SHORT_BATCHES.values(), ids=SHORT_BATCHES)
 @pytest.mark.parametrize("max_batch_size", [None, 512, 501, 100_000])
-def test_the_samples_that_make_batch_has_are_an_upper_bound(
-    make: Callable[[int], Any], max_batch_size: int | None
-) -> None:
-    sizes: list[int] = []
+def test_the_samples_that_make_batch_has_are_an_upper_bound(make, max_batch_size):
+    sizes = []
     result = find_on_cpu(
         lambda batch: sizes.append(1), make, max_batch_size=max_batch_size, tolerance=0.0
     )
@@ -438,14 +443,14 @@ def test_the_samples_that_make_batch_has_are_an_upper_bound(
     assert len(result.trials) <= 9
 
 
-def test_a_bound_of_memory_below_the_samples_stays_one_of_memory() -> None:
+def test_a_bound_of_memory_below_the_samples_stays_one_of_memory():
     rows = make_batch(300)
     result = find_on_cpu(plain_step, lambda n: rows[:n], max_batch_size=None, **room(100))
     assert result.limited_by == "memory"
     assert 70 <= result.batch_size <= 110  # far from the 300 samples
 
 
-OTHER_BATCHES: dict[str, Callable[[int], Any]] = {
+OTHER_BATCHES = {
     "tokens": lambda n: torch.zeros(max(n // 32, 1), 32),
     "time first": lambda n: (torch.zeros(16, n, 4), torch.zeros(16, n)),
     "even": lambda n: torch.zeros(max(n // 2 * 2, 1), 4),
@@ -457,16 +462,14 @@ OTHER_BATCHES: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("make", OTHER_BATCHES.values(), ids=OTHER_BATCHES)
 @pytest.mark.parametrize("strategy", ["guided", "binsearch"])
-def test_batches_that_count_otherwise_have_no_upper_bound(
-    make: Callable[[int], Any], strategy: str
-) -> None:
+def test_batches_that_count_otherwise_have_no_upper_bound(make, strategy):
     result = find_on_cpu(lambda batch: None, make, max_batch_size=200, strategy=strategy)
     assert (result.batch_size, result.limited_by) == (200, "max_batch_size")
 
 
 @pytest.mark.parametrize("limit", [65_535, 300])
-def test_the_limit_of_a_kernel_is_named(limit: int) -> None:
-    def step(batch: Tensor) -> None:
+def test_the_limit_of_a_kernel_is_named(limit):
+    def step(batch):
         if len(batch) > limit:
             raise RuntimeError("CUDA error: invalid argument")
 
@@ -487,22 +490,28 @@ def test_the_limit_of_a_kernel_is_named(limit: int) -> None:
 
 
 @pytest.mark.parametrize("min_batch_size", [1, 5])
-def test_an_error_of_the_first_size_says_which_arguments_choose_it(min_batch_size: int) -> None:
-    def step(batch: Tensor) -> None:
+def test_an_error_of_the_first_size_says_which_arguments_choose_it(min_batch_size):
+    def step(batch):
         if len(batch) in (1, 5):
             raise ValueError("expected an even batch")
 
-    arguments: dict[str, Any] = {"min_batch_size": min_batch_size, "max_batch_size": 64}
+    def own_error(batch):
+        raise ValueError("an own error")
+
+    arguments = {"min_batch_size": min_batch_size, "max_batch_size": 64}
     with pytest.raises(ValueError, match="even") as caught:
         find_on_cpu(step, torch.zeros, **arguments)
+    with pytest.raises(ValueError, match="own error") as unrelated:
+        find_on_cpu(own_error, torch.zeros, **arguments)
+    assert not hasattr(unrelated.value, "__notes__"), "no size helps"
     (note,) = caught.value.__notes__
-    assert {str(min_batch_size), "min_batch_size", "multiple_of"} <= set(re.findall(r"\w+", note))
+    assert {str(min_batch_size), "min_batch_size", "multiple_of"} <= words(note)
     arguments.update(min_batch_size=2, multiple_of=2)
     assert find_on_cpu(step, torch.zeros, **arguments).batch_size == 64
 
 
-def test_an_error_of_a_larger_size_has_no_note() -> None:
-    def step(batch: Tensor) -> None:
+def test_an_error_of_a_larger_size_has_no_note():
+    def step(batch):
         if len(batch) > 1:
             raise ValueError("one sample only")
 
@@ -511,8 +520,8 @@ def test_an_error_of_a_larger_size_has_no_note() -> None:
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_out_of_memory_that_the_step_replaces_bounds_the_size() -> None:
-    def step(batch: Tensor) -> None:
+def test_out_of_memory_that_the_step_replaces_bounds_the_size():
+    def step(batch):
         try:
             plain_step(batch)
         except (RuntimeError, MemoryError):
@@ -525,7 +534,7 @@ def test_out_of_memory_that_the_step_replaces_bounds_the_size() -> None:
 # --- the result ---
 
 
-def test_a_result_survives_its_file_and_files_of_earlier_versions_can_be_read() -> None:
+def test_a_result_survives_its_file_and_files_of_earlier_versions_can_be_read():
     asked = {"tolerance": 0.0, "multiple_of": 4, "min_batch_size": 4, "max_batch_size": 64}
     result = find_on_cpu(plain_step, make_batch, mode="val", **asked, **room(80))
     written = json.loads(json.dumps(result.as_dict()))
@@ -548,7 +557,7 @@ def test_a_result_survives_its_file_and_files_of_earlier_versions_can_be_read() 
     assert again.as_dict() == old
 
 
-def test_every_field_of_the_file_is_in_the_table_of_the_docs() -> None:
+def test_every_field_of_the_file_is_in_the_table_of_the_docs():
     page = (ROOT / "docs/guarantees.md").read_text().partition("## The file `autobatch.json`")[2]
     rows = re.findall(r"^\| (`.*?) \| (.*?) \| ", page.partition("\n## ")[0], re.MULTILINE)
     units = {name: unit for names, unit in rows for name in re.findall(r"`(.+?)`", names)}
@@ -570,7 +579,7 @@ def test_every_field_of_the_file_is_in_the_table_of_the_docs() -> None:
 class Everything:
     """A loop whose step changes all that a step can change."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(3)
         self.model = nn.Sequential(
             nn.Conv2d(3, 8, 3),
@@ -585,20 +594,20 @@ class Everything:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=2)
         self.ema = Ema(self.model, 0.9)
-        self.fails: Callable[[int], BaseException | None] = lambda size: None
+        self.fails = lambda size: None
         for _ in range(2):
             self.update(self.make_batch(4))
         self.model(self.make_batch(4)).sum().backward()  # left by an unfinished step
         self.model[0].bias.grad = None
 
     @property
-    def state(self) -> tuple[Any, ...]:
+    def state(self):
         return self.model, self.optimizer, self.scaler, self.ema
 
-    def make_batch(self, size: int) -> Tensor:
+    def make_batch(self, size):
         return torch.randn(size, 3, 16, 16)
 
-    def step(self, batch: Tensor) -> None:
+    def step(self, batch):
         self.model.calls = getattr(self.model, "calls", 0) + 1
         random.random()
         np.random.rand()
@@ -613,7 +622,7 @@ class Everything:
         if error is not None:
             raise error
 
-    def update(self, batch: Tensor) -> None:
+    def update(self, batch):
         self.scaler.scale(self.model(batch).square().mean()).backward()
         self.scaler.unscale_(self.optimizer)
         self.scaler.step(self.optimizer)
@@ -624,7 +633,7 @@ class Everything:
         self.optimizer.param_groups[0]["added"] = True
         self.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
-    def picture(self) -> dict[str, Any]:
+    def picture(self):
         """All that the process could tell a search by, bit for bit."""
         parameters = dict(self.model.named_parameters())
         gradients = {name: parameter.grad for name, parameter in parameters.items()}
@@ -660,7 +669,7 @@ class Everything:
         }
 
 
-def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+def changed(before, after):
     return {name for name in before if before[name] != after[name]}
 
 
@@ -678,7 +687,7 @@ OUTCOMES = {
     ("mode", "outcome"),
     [*(("train", outcome) for outcome in OUTCOMES), ("val", "found"), ("val", "an interrupt")],
 )
-def test_a_search_leaves_no_trace(mode: Any, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_leaves_no_trace(mode, outcome, monkeypatch):
     monkeypatch.setenv("SET_BEFORE_THE_SEARCH", "1")
     loop = Everything()
     loop.fails, arguments, error = OUTCOMES[outcome]
@@ -697,7 +706,7 @@ def test_a_search_leaves_no_trace(mode: Any, outcome: str, monkeypatch: pytest.M
         assert result.batch_size == (3 if outcome == "out of memory" else 6)
 
 
-def test_the_picture_sees_a_step() -> None:
+def test_the_picture_sees_a_step():
     """Else the tests above could not fail."""
     loop = Everything()
     before = loop.picture()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -20,29 +18,29 @@ pytestmark = pytest.mark.distributed
 PROGRAM = "tests.autobatch.group_ranks"
 
 
-def wrong_on(num_ranks: int, folder: Path) -> list[dict[str, str]]:
+def wrong_on(num_ranks, folder):
     """What went wrong in each body, by rank."""
     (folder / "num_ranks").write_text(str(num_ranks))
     return compute(PROGRAM, num_ranks, folder)
 
 
 @pytest.fixture(scope="module")
-def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def of_two(tmp_path_factory):
     return wrong_on(2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("body", [body.__name__ for body in BODIES[2]])
-def test_two_ranks(of_two: list[dict[str, str]], body: str) -> None:
+def test_two_ranks(of_two, body):
     assert [rank[body] for rank in of_two] == ["", ""]
 
 
 @pytest.mark.e2e
-def test_four_ranks(tmp_path: Path) -> None:
+def test_four_ranks(tmp_path):
     for rank in wrong_on(4, tmp_path):
         assert rank == {body.__name__: "" for body in BODIES[4]}
 
 
-def ranks_that_run(call: str, folder: Path) -> list[subprocess.Popen[bytes]]:
+def ranks_that_run(call, folder):
     """Two ranks that no launcher ends; each calls a function of the program."""
     program = f"import {PROGRAM} as p, pathlib; p.{call}"
     with (folder / "log.txt").open("w") as log:
@@ -58,7 +56,7 @@ def ranks_that_run(call: str, folder: Path) -> list[subprocess.Popen[bytes]]:
         ]
 
 
-def test_a_rank_in_a_collective_that_never_ends_is_ended(tmp_path: Path) -> None:
+def test_a_rank_in_a_collective_that_never_ends_is_ended(tmp_path):
     call = "search_until_one_fails_within_a_collective({}, pathlib.Path('.'))"
     ranks = ranks_that_run(call, tmp_path)
     try:
@@ -74,9 +72,7 @@ def test_a_rank_in_a_collective_that_never_ends_is_ended(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("dead", "joint"), [(0, False), (1, False), (1, True)])
-def test_a_killed_rank_ends_the_other_with_the_cause(
-    tmp_path: Path, dead: int, joint: bool
-) -> None:
+def test_a_killed_rank_ends_the_other_with_the_cause(tmp_path, dead, joint):
     call = f"search_until_one_dies({{}}, {dead}, pathlib.Path('.'), {joint})"
     ranks = ranks_that_run(call, tmp_path)
     try:
@@ -93,7 +89,7 @@ def test_a_killed_rank_ends_the_other_with_the_cause(
 
 
 @pytest.mark.slow
-def test_ranks_of_mp_spawn_search_together(tmp_path: Path) -> None:
+def test_ranks_of_mp_spawn_search_together(tmp_path):
     """Its processes share no parent that says how many they are, and a file is their store."""
     program = tmp_path / "spawn.py"
     program.write_text(

@@ -7,14 +7,12 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linnaeus.autobatch import auto_find_batch_size, longest
 from linnaeus.autobatch.finder import BatchSizeFinder, _warn_once
@@ -28,24 +26,24 @@ from linnaeus.size_search.keys import in_keys, messages_in_keys
 from linnaeus.size_search.report import SearchProgress, summary
 from tests.helpers.consoles import terminal
 from tests.helpers.ledger import limit_with_room_for
-from tests.helpers.messages import Golden, raised
+from tests.helpers.messages import raised
 
 MIB = 1024**2
 
 
-def step(batch: Tensor) -> None:
+def step(batch):
     torch.empty_like(batch)
 
 
-def make_batch(size: int) -> Tensor:
+def make_batch(size):
     """One MiB a sample."""
     return torch.empty(size, MIB // 4)
 
 
-def why_nothing_fits(is_limited: bool = False, **instead: Any) -> str:
+def why_nothing_fits(is_limited=False, **instead):
     """Why a search on a card of two GiB found nothing."""
     total = GIB if is_limited else 2 * GIB
-    found: dict[str, Any] = {
+    found = {
         "mode": "train",
         "limits": SearchLimits(600, 800, int(0.8 * total), 0.8, total, "x" * is_limited),
         "device": torch.device("cuda", 0),
@@ -60,7 +58,7 @@ def why_nothing_fits(is_limited: bool = False, **instead: Any) -> str:
     return nothing_fits(**found)
 
 
-def in_a_run() -> None:
+def in_a_run():
     """A search of validation as the framework makes it, so that messages name keys."""
     settings = SearchSettings(0.9, 600, 800)
     with (
@@ -72,7 +70,7 @@ def in_a_run() -> None:
         finder.find()
 
 
-def refuse() -> None:
+def refuse():
     raise MemoryError("out of memory")
 
 
@@ -82,16 +80,14 @@ class Data(list[dict[str, Any]]):
     column_names = ["input_ids", "length"]  # noqa: RUF012
 
 
-def of_calls(
-    function: Any, right: dict[str, Any], wrong: list[dict[str, Any]]
-) -> Iterator[tuple[str, str]]:
+def of_calls(function, right, wrong):
     """The error for each of the wrong arguments."""
     for arguments in wrong:
         title = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         yield f"{function.__name__}: {title}", raised(function, **{**right, **arguments})
 
 
-def bad_arguments() -> Iterator[tuple[str, str]]:
+def bad_arguments():
     yield from of_calls(
         auto_find_batch_size,
         {"step": step, "make_batch": make_batch, "device": "cpu"},
@@ -144,17 +140,17 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
 class Forgetful:
     """Its `load_state_dict` leaves out what a step changes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"count": self.count}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         pass
 
 
-def optimizers() -> Iterator[tuple[str, str]]:
+def optimizers():
     search = partial(auto_find_batch_size, device="cpu", max_batch_size=4)
     model = nn.Linear(2, 2)
     left_out = torch.optim.SGD(model.parameters())
@@ -164,15 +160,15 @@ def optimizers() -> Iterator[tuple[str, str]]:
     )
     average = Forgetful()
 
-    def count(batch: Tensor) -> None:
+    def count(batch):
         average.count += 1
 
     yield "object that is not restored", raised(search, count, make_batch, state=(average,))
 
 
-def summaries() -> Iterator[tuple[str, str]]:
-    def result(*trials: TrialRecord, **more: Any) -> AutoBatchResult:
-        fields: dict[str, Any] = {
+def summaries():
+    def result(*trials, **more):
+        fields = {
             "mode": "train",
             "batch_size": 16,
             "certified": False,
@@ -186,7 +182,7 @@ def summaries() -> Iterator[tuple[str, str]]:
         }
         return AutoBatchResult(trials=trials, **fields)
 
-    def trial(size: int, status: Any = "fits") -> TrialRecord:
+    def trial(size, status="fits"):
         return TrialRecord(size, status, None if status == "oom" else size, 0.5)
 
     proof = {"certified": True}
@@ -203,7 +199,7 @@ def summaries() -> Iterator[tuple[str, str]]:
     yield "throughput", summary(result(limited_by="throughput", total_is_limit=True, **proof))
 
 
-def shown(log: SearchLog) -> None:
+def shown(log):
     """What a watcher of a search is told."""
     log.search_started(SearchLimits(1, 512, GIB, 0.8, 2 * GIB, "MEMORY_LIMIT_GB"))
     for size, status, purpose in ((1, None, "warm-up"), (16, 0.5, "trial"), (64, None, "trial")):
@@ -220,12 +216,10 @@ def shown(log: SearchLog) -> None:
         log.size_timed(Timing(8, 0.04, samples_per_s))
 
 
-def test_messages(
-    golden: Golden, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages(golden, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "linnaeus.autobatch")
     console, output = terminal(monkeypatch)
-    told: list[str] = []
+    told = []
     monkeypatch.setattr("linnaeus.autobatch.finder.time", SimpleNamespace(monotonic=lambda: 0.0))
     messages = dict(itertools.chain(bad_arguments(), optimizers(), summaries()))
     caplog.clear()
@@ -248,13 +242,13 @@ def test_messages(
         messages[title] = why_nothing_fits(**instead)
     messages["nothing fits in a run"] = in_keys(why_nothing_fits(True, min_batch_size=1), "train")
     messages["training before a validation"] = raised(in_a_run)
-    kept: list[Tensor] = []
+    kept = []
     _warn_once.cache_clear()
     caplog.clear()
     search = partial(auto_find_batch_size, device="cpu", memory_limit_gb=limit_with_room_for(200))
     search(step, lambda size: make_batch(4), max_batch_size=64, target_memory_fraction=1.0)
-    bounds: dict[str, Any] = {"max_batch_size": 8, "target_memory_fraction": 0.97}
-    cache: dict[int, Tensor] = {}
+    bounds = {"max_batch_size": 8, "target_memory_fraction": 0.97}
+    cache = {}
     search(lambda batch: cache.setdefault(len(batch), make_batch(20)), make_batch, **bounds)
     warnings = [
         record.getMessage() for record in caplog.records if record.levelno == logging.WARNING

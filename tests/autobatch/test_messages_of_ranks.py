@@ -7,17 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import HashStore
 
 from linnaeus.autobatch import predict_memory
@@ -30,18 +27,18 @@ from linnaeus.autobatch.predict.trace import trace
 from linnaeus.autobatch.ranks.collectives import collectives_refused
 from linnaeus.autobatch.ranks.exchange import Failure
 from linnaeus.autobatch.ranks.group import check_equal, joined_ranks, members
-from linnaeus.autobatch.ranks.heartbeat import BEAT_S, SILENCE_LOOKS, ControlPlane
+from linnaeus.autobatch.ranks.heartbeat import BEAT_S, SILENCE_LOOKS
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.ranks.single_rank import check_can_step_alone
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.runtime.distributed import JobControl, agree_on_attempt
 from linnaeus.size_search.searches import find_sizes
-from tests.helpers.messages import Golden, error_of
+from tests.helpers.messages import error_of
 from tests.helpers.planes import Script, planes, ranks
 from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared, result
 
 
-def of_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def of_ranks(monkeypatch):
     messages = {}
     main, other = planes(limit_s=SILENCE_LOOKS * BEAT_S)
     other.update("train: trying batch size 128")
@@ -78,7 +75,7 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return messages
 
 
-def of_groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def of_groups(monkeypatch):
     messages = {"no process group": error_of(members, 5)}
     dist.init_process_group("fake", store=HashStore(), rank=0, world_size=2)
     try:
@@ -96,12 +93,12 @@ def of_groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return messages
 
 
-def of_predictions(said: Callable[[], str]) -> dict[str, str]:
+def of_predictions(said):
     layer = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 
-    def step_with(look: Callable[[Tensor, Tensor], object]) -> Callable[[Tensor], None]:
-        def step(batch: Tensor) -> None:
+    def step_with(look):
+        def step(batch):
             loss = layer(batch).sum()
             look(loss, batch)
             loss.backward()
@@ -109,18 +106,18 @@ def of_predictions(said: Callable[[], str]) -> dict[str, str]:
 
         return step
 
-    def nothing(loss: Tensor, batch: Tensor) -> None:
+    def nothing(loss, batch):
         pass
 
-    def rows(n: int) -> Tensor:
+    def rows(n):
         return torch.randn(n, 8)
 
-    def error(look: Callable[[Tensor, Tensor], object] = nothing, **arguments: Any) -> str:
+    def error(look=nothing, **arguments):
         good = {"step": step_with(look), "make_batch": rows, "state": (layer, optimizer)}
         line = f"line {look.__code__.co_firstlineno} of"
         return error_of(predict_memory, **{**good, **arguments}).replace(line, "line N of")
 
-    looks: dict[str, Callable[[Tensor, Tensor], object]] = {
+    looks = {
         "a decision": lambda loss, batch: loss.item() > 0,
         "a number": lambda loss, batch: float(loss),
         "unknown places": lambda loss, batch: batch[batch * loss > 0],
@@ -148,7 +145,7 @@ def of_predictions(said: Callable[[], str]) -> dict[str, str]:
     return messages
 
 
-def of_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def of_memory(monkeypatch):
     """The figures of the process are left out: they differ from machine to machine."""
     with CpuMemory(torch.device("cpu")).cap(1):
         above = re.sub(r"\d+ MiB", "N MiB", error_of(torch.ones, 1))
@@ -158,21 +155,19 @@ def of_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return {"above the cap": above, "macOS": error_of(device_memory, torch.device("cpu"))}
 
 
-def test_messages_of_ranks(
-    golden: Golden, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_messages_of_ranks(golden, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("linnaeus"), "propagate", True)
     caplog.set_level(logging.INFO, "linnaeus")
 
-    def said() -> str:
+    def said():
         text = "\n".join(dict.fromkeys(record.getMessage() for record in caplog.records))
         caplog.clear()
         return text
 
-    def fits_less(plane: ControlPlane) -> None:
+    def fits_less(plane):
         verdicts = result(16, (16, "fits")), result(8, (16, "oom"), (8, "fits"), rank=1)
         finder = SimpleNamespace(find=lambda: verdicts[plane.rank])
-        options: dict[str, Any] = {"found": result(16, (16, "fits")), "size": 16}
+        options = {"found": result(16, (16, "fits")), "size": 16}
         search_on_ranks(lambda *_: nullcontext(finder), SearchSettings(), plane, **options)  # type: ignore[arg-type]
 
     messages = {**of_ranks(monkeypatch), **of_groups(monkeypatch)}

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import timm.optim
 import torch
 from timm.optim import Lookahead
-from torch import Tensor, nn
+from torch import nn
 
 from linnaeus.autobatch import auto_find_batch_size
 from linnaeus.autobatch.state.optimizers import UnlistedOptimizerError
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _fast_searches() -> None:
+def _fast_searches():
     """Collections leave out what the first optimizer loads."""
     torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
     importlib.import_module("torch._dynamo")
@@ -36,12 +34,12 @@ def _fast_searches() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _uncompiled() -> Iterator[None]:
+def _uncompiled():
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
-def make_model() -> nn.Sequential:
+def make_model():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 2, 3, padding=1),
@@ -57,35 +55,35 @@ def make_model() -> nn.Sequential:
 class Loop:
     """A model, an optimizer over it, and the step that trains it."""
 
-    def __init__(self, make_optimizer: Callable[[nn.Module], Any]) -> None:
+    def __init__(self, make_optimizer):
         self.model = make_model()
         self.optimizer = make_optimizer(self.model)
         self.num_calls = 0
 
-    def step(self, batch: Tensor) -> None:
+    def step(self, batch):
         self.num_calls += 1
         self.model(batch).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def search(self, **arguments: Any) -> Any:
+    def search(self, **arguments):
         arguments = {"state": (self.model, self.optimizer), "max_batch_size": 4, **arguments}
         return auto_find_batch_size(
             self.step, lambda size: torch.randn(size, 1, 4, 4), device="cpu", **arguments
         )
 
-    def train(self, num_steps: int) -> None:
+    def train(self, num_steps):
         for _ in range(num_steps):
             self.step(torch.randn(4, 1, 4, 4))
 
 
 def trained(
-    make_optimizer: Callable[[nn.Module], Any],
+    make_optimizer,
     *,
-    searches: bool,
-    already: int = 0,
-    num_steps: int = 3,
-) -> Any:
+    searches,
+    already=0,
+    num_steps=3,
+):
     """The bits of the parameters and of the optimizer after training, with a search before or without."""
     loop = Loop(make_optimizer)
     torch.manual_seed(1)
@@ -99,7 +97,7 @@ def trained(
 # --- all optimizers of timm ---
 
 
-def timm_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def timm_optimizer(name, model):
     return build_optimizer(OptimizerConfig(NAME=name, LR=1e-3, WEIGHT_DECAY=0.01), model)
 
 
@@ -125,7 +123,7 @@ QUICK = {
         for name in timm.optim.list_optimizers()
     ],
 )
-def test_training_after_a_search_goes_as_without_one(name: str) -> None:
+def test_training_after_a_search_goes_as_without_one(name):
     try:
         timm.optim.create_optimizer_v2(make_model(), opt=name, lr=0.1)
     except Exception as error:
@@ -141,7 +139,7 @@ def test_training_after_a_search_goes_as_without_one(name: str) -> None:
     assert searched == plain
 
 
-OWN: dict[str, Callable[[nn.Module], Any]] = {
+OWN = {
     "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
     "a tensor as rate": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01)),
     "lookahead": lambda model: Lookahead(torch.optim.Adam(model.parameters(), lr=0.01)),
@@ -161,11 +159,11 @@ class Outside:
     state_dict = property(lambda self: self.optimizer.state_dict)
     load_state_dict = property(lambda self: self.optimizer.load_state_dict)
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer):
         self.optimizer = optimizer
         self.num_steps = 0
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         self.num_steps += 1
         if self.num_steps % 2:
             self.optimizer.step(closure)
@@ -174,14 +172,14 @@ class Outside:
 class Keeping(torch.optim.SGD):
     """Keeps a number, tensors, a generator and nested containers outside its `state_dict`."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params):
         super().__init__(params, lr=0.01)
         self.count = 0
         self.slow = [[torch.zeros_like(p) for p in group["params"]] for group in self.param_groups]
         self.numpy = np.random.default_rng(3)
-        self.nest: dict[str, Any] = {"pair": ([0.0], 1), "past": deque(maxlen=3)}
+        self.nest = {"pair": ([0.0], 1), "past": deque(maxlen=3)}
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):  # type: ignore[override]
         super().step(closure)
         self.count += 1
         self.nest["pair"][0][0] += 1.0
@@ -199,7 +197,7 @@ class Keeping(torch.optim.SGD):
 class Hybrid(torch.optim.Optimizer):
     """One optimizer for matrices and one for vectors, neither with `state` of the outer one."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__(model.parameters(), {"lr": 0.01})
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -208,13 +206,13 @@ class Hybrid(torch.optim.Optimizer):
             "vectors": torch.optim.Adagrad(vectors),
         }
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):  # type: ignore[override]
         for optimizer in self.inner.values():
             optimizer.step()
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_wrappers_and_attributes_are_put_back_too(name: str) -> None:
+def test_wrappers_and_attributes_are_put_back_too(name):
     plain, searched = (
         trained(OWN[name], searches=searches, already=3, num_steps=4) for searches in (False, True)
     )  # Lookahead moves its slow weights at the sixth of all steps
@@ -224,14 +222,14 @@ def test_wrappers_and_attributes_are_put_back_too(name: str) -> None:
 # --- closures ---
 
 
-def test_an_optimizer_that_needs_a_closure_is_searched_with() -> None:
+def test_an_optimizer_that_needs_a_closure_is_searched_with():
     model = make_model()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2)
 
-    def step(batch: Tensor) -> None:
-        def closure() -> Tensor:
+    def step(batch):
+        def closure():
             optimizer.zero_grad()
-            loss: Tensor = model(batch).square().mean()
+            loss = model(batch).square().mean()
             loss.backward()
             return loss
 
@@ -249,17 +247,17 @@ def test_an_optimizer_that_needs_a_closure_is_searched_with() -> None:
     assert bits(model.state_dict()) == before
 
 
-def test_lbfgs_is_measured_with_a_full_history() -> None:
+def test_lbfgs_is_measured_with_a_full_history():
     """Its history of 100 entries is full after some hundred steps; a trial takes two."""
     model = nn.Linear(256, 256)
     peaks, held = [], held_bytes()
     for size in (10, 100):
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=size)
 
-        def step(batch: Tensor, optimizer: torch.optim.LBFGS = optimizer) -> None:
-            def closure() -> Tensor:
+        def step(batch, optimizer=optimizer):
+            def closure():
                 optimizer.zero_grad()
-                loss: Tensor = (model(batch) - batch.flip(1)).square().mean()
+                loss = (model(batch) - batch.flip(1)).square().mean()
                 loss.backward()
                 return loss
 
@@ -288,12 +286,12 @@ def test_lbfgs_is_measured_with_a_full_history() -> None:
 
 
 @pytest.mark.parametrize("has_state", [True, False])
-def test_an_optimizer_that_was_left_out_of_state_is_named_before_it_steps(has_state: bool) -> None:
+def test_an_optimizer_that_was_left_out_of_state_is_named_before_it_steps(has_state):
     loop = Loop(lambda model: torch.optim.AdamW(model.parameters()))
     other = nn.Linear(2, 2)
     second = torch.optim.Adagrad(other.parameters(), lr=1.0)
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         if has_state:
             loop.step(batch)
         other(torch.ones(1, 2)).sum().backward()
@@ -307,8 +305,8 @@ def test_an_optimizer_that_was_left_out_of_state_is_named_before_it_steps(has_st
     second.step()  # outside of the search it may
 
 
-def test_an_optimizer_that_a_step_makes_for_itself_needs_no_restoring() -> None:
-    def step(batch: Tensor) -> None:
+def test_an_optimizer_that_a_step_makes_for_itself_needs_no_restoring():
+    def step(batch):
         noise = torch.zeros(2, requires_grad=True)
         attack = torch.optim.SGD([noise], lr=0.1)
         (noise.sum() * batch.sum()).backward()

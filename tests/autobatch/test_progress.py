@@ -8,24 +8,20 @@ import os
 import re
 import termios
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB
-from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchObserver
+from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.size_search.report import SearchProgress
 from tests.helpers import consoles, forks
 from tests.helpers.ledger import limit_with_room_for
-from tests.helpers.runs import SMALL, Run, freeze_what_is_there
+from tests.helpers.runs import SMALL, freeze_what_is_there
 from tests.helpers.searches import OWN_MODEL
 
 AUTOBATCH = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24", "TRAIN.EPOCHS=1")
@@ -33,11 +29,11 @@ ROWS = r"^ +{number}  +{size}  fits +\d+\.\d{{3}} +\d+\.\d% +\d+\.\d\d"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def make_batch(size: int) -> Tensor:
+def make_batch(size):
     return torch.empty(size, 256 * 1024)
 
 
-def step(batch: Tensor) -> None:
+def step(batch):
     """Twice the batch at its peak: two MiB a sample."""
     torch.empty_like(batch)
 
@@ -45,24 +41,24 @@ def step(batch: Tensor) -> None:
 class Recorder(SearchObserver):
     """All events, in order."""
 
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, ...]] = []
+    def __init__(self):
+        self.events = []
 
-    def search_started(self, limits: SearchLimits) -> None:
+    def search_started(self, limits):
         self.events.append(("search", limits))
 
-    def trial_started(self, size: int, purpose: Purpose) -> None:
+    def trial_started(self, size, purpose):
         self.events.append((purpose, size))
 
-    def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
+    def trial_finished(self, trial, budget_bytes):
         self.events.append(("finished", trial, budget_bytes))
 
-    def size_timed(self, timing: Timing) -> None:
+    def size_timed(self, timing):
         self.events.append(("timed", timing))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _modules_loaded() -> None:
+def _modules_loaded():
     """Memory of the first search of a process does not count here."""
     with BatchSizeFinder(
         step, make_batch, SearchSettings(max_batch_size=2), device="cpu"
@@ -71,7 +67,7 @@ def _modules_loaded() -> None:
     freeze_what_is_there()
 
 
-def settings(extra_mib: float, **others: Any) -> SearchSettings:
+def settings(extra_mib, **others):
     """Settings that leave so much above what the process holds."""
     return SearchSettings(
         target_memory_fraction=1.0,
@@ -85,7 +81,7 @@ def settings(extra_mib: float, **others: Any) -> SearchSettings:
 
 
 @pytest.mark.usefixtures("few_timed_steps")
-def test_the_events_of_a_search_come_in_their_order() -> None:
+def test_the_events_of_a_search_come_in_their_order():
     recorder = Recorder()
     with BatchSizeFinder(
         step, make_batch, settings(150, max_batch_size=300), observer=recorder, device="cpu"
@@ -119,13 +115,13 @@ def test_the_events_of_a_search_come_in_their_order() -> None:
 # --- a search without a terminal ---
 
 
-def trial_lines(text: str) -> list[tuple[str, int]]:
+def trial_lines(text):
     """Mode and size of each trial."""
     found = re.findall(r" (train|val), trial \d+: batch size (\d+) ", text)
     return [(mode, int(size)) for mode, size in found]
 
 
-def test_where_no_terminal_is_a_run_prints_one_line_a_trial(run: Run, tmp_path: Path) -> None:
+def test_where_no_terminal_is_a_run_prints_one_line_a_trial(run, tmp_path):
     bare = [option for option in SMALL if not option.startswith("MODEL.")]
     outcome = run(*bare, OWN_MODEL, *AUTOBATCH, "DATA.AUTOBATCH.MEMORY_LIMIT_GB=8")
     assert outcome.code == 0, outcome.err
@@ -142,9 +138,7 @@ def test_where_no_terminal_is_a_run_prints_one_line_a_trial(run: Run, tmp_path: 
 # --- rows ---
 
 
-def test_rows_are_for_terminals_and_levels_up_to_info(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_are_for_terminals_and_levels_up_to_info(monkeypatch, caplog):
     terminal, plain = consoles.terminal(monkeypatch), consoles.plain_console()
     cases = ((plain, logging.INFO, 0), (terminal, logging.WARNING, 0), (terminal, logging.INFO, 2))
     for (console, output), level, num_lines in cases:
@@ -158,7 +152,7 @@ def test_rows_are_for_terminals_and_levels_up_to_info(
 # --- a real terminal ---
 
 
-def on_terminal(folder: Path, *argv: str) -> str:
+def on_terminal(folder, *argv):
     """What a command line writes to a terminal until it ends well, without escape sequences."""
     master, slave = os.openpty()
     termios.tcsetwinsize(slave, (40, 120))
@@ -183,7 +177,7 @@ def on_terminal(folder: Path, *argv: str) -> str:
 
 
 @pytest.mark.e2e
-def test_a_run_on_a_terminal_shows_each_trial_as_it_ends(tmp_path: Path) -> None:
+def test_a_run_on_a_terminal_shows_each_trial_as_it_ends(tmp_path):
     text, folder = on_terminal(tmp_path, *SMALL, *AUTOBATCH), tmp_path / "runs/small"
     rows = [ROWS.format(number=number, size=size) for number, size in ((1, 16), (2, 24))]
     in_order = "(?s:.*)".join((rows[0], r"^. 0:\d\d train: .* 24, trial 2 \(16: ", rows[1]))

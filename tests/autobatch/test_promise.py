@@ -11,13 +11,12 @@ import ctypes
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linnaeus.autobatch import auto_find_batch_size, nest
 from linnaeus.autobatch.memory.host import status_bytes
@@ -43,7 +42,7 @@ TOLERANCE = 0.02
 
 
 @pytest.fixture(autouse=True)
-def freed_memory_returns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def freed_memory_returns(monkeypatch):
     """Training holds the promise where freed memory returns to the system, as it does in trials."""
     libc = ctypes.CDLL(None)
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB // 8))
@@ -99,7 +98,7 @@ class Searched(NamedTuple):
     found: dict[str, AutoBatchResult]
 
 
-def search(*argv: str, extra_mib: int = 150, seed: int = 0) -> Searched:
+def search(*argv, extra_mib=150, seed=0):
     config = load_config([*BASE, *argv]).config
     freeze_what_is_there()  # each collection of a search is quicker
     seed_all(seed)
@@ -112,9 +111,7 @@ def search(*argv: str, extra_mib: int = 150, seed: int = 0) -> Searched:
     return Searched(config, assembly, find_sizes(search_of_run))
 
 
-def train(
-    searched: Searched, folder: Path, *, excess: float = 0.0, num_steps: int = NUM_STEPS
-) -> dict[str, int]:
+def train(searched, folder, *, excess=0.0, num_steps=NUM_STEPS):
     """Peak growth of real training steps, and of as many validation batches where a size was found.
 
     `resident` is the growth of the process while it trains.
@@ -150,7 +147,7 @@ def train(
     return peaks
 
 
-def excess_over_promise(grown_bytes: int, result: AutoBatchResult) -> float:
+def excess_over_promise(grown_bytes, result):
     """How far training grew beyond what the search promised, as a fraction of it."""
     assert result.peak_bytes is not None
     return grown_bytes / (result.peak_bytes - result.held_bytes) - 1
@@ -158,8 +155,8 @@ def excess_over_promise(grown_bytes: int, result: AutoBatchResult) -> float:
 
 @pytest.mark.parametrize(("model", "optimizer", "ema", "accumulation"), CASES)
 def test_training_grows_by_no_more_than_the_search_promised(
-    model: str, optimizer: str, ema: bool, accumulation: int, tmp_path: Path
-) -> None:
+    model, optimizer, ema, accumulation, tmp_path
+):
     is_quick = (model, optimizer, ema, accumulation) in QUICK
     searched = search(
         *MODELS[model],
@@ -183,14 +180,14 @@ def test_training_grows_by_no_more_than_the_search_promised(
         assert excess_over_promise(too_much_bytes, found) > TOLERANCE
 
 
-def test_memory_inside_kernels_stays_within_the_budget() -> None:
+def test_memory_inside_kernels_stays_within_the_budget():
     """A convolution in float64 takes three times as much as its tensors; twice the size is too much."""
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3)).double()
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         model(batch).square().mean().backward()
 
-    def make_batch(size: int) -> Tensor:
+    def make_batch(size):
         return torch.randn(size, 3, 64, 64, dtype=torch.float64)
 
     found = auto_find_batch_size(step, make_batch, state=(model,), **room(150, tolerance=0.1))
@@ -206,9 +203,7 @@ def test_memory_inside_kernels_stays_within_the_budget() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet", "vit"])
-def test_validation_after_training_grows_by_no_more_than_promised(
-    model: str, tmp_path: Path
-) -> None:
+def test_validation_after_training_grows_by_no_more_than_promised(model, tmp_path):
     """And by more with a size that is too large."""
     options = (*MODELS[model], "TRAIN.EMA.ENABLED=True", "OPTIMIZER.NAME=adamw")
     searched = search(*options, extra_mib=120)

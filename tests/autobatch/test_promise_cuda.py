@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from linnaeus.runtime.errors import OutOfMemoryError
-from tests.autobatch.promises import CASES, CONTROLS, Case, Phase, Run
+from tests.autobatch.promises import CASES, CONTROLS, Run
 from tests.phantom import is_on
 
 pytestmark = [
@@ -18,7 +16,7 @@ pytestmark = [
 ]
 
 
-def check(run: Run) -> list[Phase]:
+def check(run):
     if is_on() and run.case.model == "marginal":
         pytest.skip("its loss is the logarithm of sums that a phantom leaves at zero")
     phases = run.phases()
@@ -35,14 +33,14 @@ def check(run: Run) -> list[Phase]:
 @pytest.mark.parametrize(
     "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
 )
-def test_a_run_reserves_no_more_than_was_promised(case: Case, tmp_path: Path) -> None:
+def test_a_run_reserves_no_more_than_was_promised(case, tmp_path):
     """And no more than the fraction of the device leaves it."""
     check(Run(case, tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CONTROLS, ids=str)
-def test_sizes_that_are_too_large_break_the_promise(case: Case, tmp_path: Path) -> None:
+def test_sizes_that_are_too_large_break_the_promise(case, tmp_path):
     """The negative control: in training and in validation, or memory runs out."""
     run = Run(case, tmp_path)
     check(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from linnaeus.autobatch.ranks.exchange import Failure, JobFailedError
-from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
-from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.runtime.distributed import RankEnded, World, report_errors_to_all_ranks
 from linnaeus.runtime.errors import AutoBatchError, LinnaeusError
@@ -27,20 +25,20 @@ CPU = torch.device("cpu")
 
 
 def exchange(
-    plane: ControlPlane | None,
-    work: Work,
-    show: Callable[[str], object] = lambda text: None,
-    **options: Any,
-) -> list[Any]:
+    plane,
+    work,
+    show=lambda text: None,
+    **options,
+):
     """What all ranks return, when this one does its work."""
     status = RankStatus(show, plane)
     return status.gather(work(status), **options)
 
 
-def ranks(*works: Work) -> list[Any]:
+def ranks(*works):
     """What each rank returns, or the code that it ends with, when each does its own work."""
 
-    def one(plane: ControlPlane) -> Any:
+    def one(plane):
         try:
             with report_errors_to_all_ranks(
                 World(CPU, rank=plane.rank, world_size=len(works), control=plane)
@@ -52,18 +50,18 @@ def ranks(*works: Work) -> list[Any]:
     return planes.ranks(*[one] * len(works))
 
 
-def gives(value: Any) -> Work:
+def gives(value):
     return lambda status: value
 
 
-def raises(error: BaseException) -> Work:
-    def work(status: RankStatus) -> Any:
+def raises(error):
+    def work(status):
         raise error
 
     return work
 
 
-def test_one_process_needs_no_control_plane() -> None:
+def test_one_process_needs_no_control_plane():
     assert exchange(None, gives(7)) == [7]
     with pytest.raises(KeyError), report_errors_to_all_ranks(World(CPU)):
         exchange(None, raises(KeyError("a")))
@@ -82,9 +80,7 @@ def test_one_process_needs_no_control_plane() -> None:
         (KeyboardInterrupt(), 1, "KeyboardInterrupt"),
     ],
 )
-def test_an_error_of_one_rank_ends_all_with_its_message_and_exit_code(
-    error: BaseException, code: int, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_one_rank_ends_all_with_its_message_and_exit_code(error, code, told, capsys):
     assert ranks(gives(None), raises(error), gives(None)) == [code] * 3
     text = capsys.readouterr().err
     for line in (f"[rank 1] {told}", f"[rank 0] rank 1: {told}", f"[rank 2] rank 1: {told}"):
@@ -94,22 +90,22 @@ def test_an_error_of_one_rank_ends_all_with_its_message_and_exit_code(
     )
 
 
-def test_what_a_rank_does_and_waits_for_can_be_shown() -> None:
+def test_what_a_rank_does_and_waits_for_can_be_shown():
     """Rank 0 shows it on the user's terminal."""
     main, other = planes.planes()
-    pauses: list[Callable[[], object]] = [nothing] * 50
+    pauses = [nothing] * 50
     script(main, lambda: other.update("trying 128"), *pauses, lambda: other.gather(8))
-    shown: list[str] = []
+    shown = []
     assert exchange(main, gives(4), show=shown.append) == [4, 8]
     assert shown[0] == "waiting"
     assert len(set(shown[1:])) == 1
     assert shown[1].endswith("trying 128")
 
 
-def test_an_update_raises_the_failure_of_another_rank() -> None:
+def test_an_update_raises_the_failure_of_another_rank():
     main, other = planes.planes()
 
-    def work(status: RankStatus) -> None:
+    def work(status):
         other.fail(Failure(1, "broken", 7))
         status.update("trying 128")
         pytest.fail("what this rank does is in vain")
@@ -124,26 +120,26 @@ def test_an_update_raises_the_failure_of_another_rank() -> None:
 class Finder:
     """Finds what a test says, and notes what it was asked for: the sizes tried first, where there is one."""
 
-    def __init__(self, *results: AutoBatchResult) -> None:
+    def __init__(self, *results):
         self.results = list(results)
-        self.asked: list[int | None] = []
+        self.asked = []
 
     @contextmanager
-    def __call__(self, status: RankStatus, settings: SearchSettings) -> Iterator[Any]:
+    def __call__(self, status, settings):
         self.asked.append(settings.start)
         yield SimpleNamespace(find=partial(self.results.pop, 0))
 
 
-def search(finders: Sequence[Finder], **options: Any) -> list[AutoBatchResult]:
+def search(finders, **options):
     """What each rank gets when all search together."""
 
-    def one(plane: ControlPlane) -> AutoBatchResult:
+    def one(plane):
         return search_on_ranks(finders[plane.rank], SearchSettings(), plane, **options)
 
     return planes.ranks(*[one] * len(finders))
 
 
-def test_the_size_of_all_is_one_that_has_run_on_every_rank() -> None:
+def test_the_size_of_all_is_one_that_has_run_on_every_rank():
     """Rank 2 runs out of memory at 16, and rank 1 then at 12. Only rank 0 searches at first."""
     rounds = (
         [(16, 9, "fits"), (16, 16, "fits"), (12, 12, "fits"), (8, 8, "fits")],
@@ -163,7 +159,7 @@ def test_the_size_of_all_is_one_that_has_run_on_every_rank() -> None:
     assert found.seconds == 1 + 3 * 3, "of the slowest rank"
 
 
-def test_a_size_that_is_planned_later_runs_once_on_every_rank() -> None:
+def test_a_size_that_is_planned_later_runs_once_on_every_rank():
     earlier = result(16, (16, "fits"))
     for fits, size in ((True, 16), (False, 6)):
         finders = [

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.autobatch.faulty import TINY
-from tests.helpers.runs import Run, assert_same_bits, weights
+from tests.helpers.runs import assert_same_bits, weights
 
 pytestmark = pytest.mark.distributed
 
 
-def sizes(folder: Path) -> tuple[int, int]:
+def sizes(folder):
     found = json.loads((folder / "runs/small/autobatch.json").read_text())
     return found["train"]["batch_size"], found["val"]["batch_size"]
 
 
 def test_the_size_that_every_rank_has_run_trains_as_one_set_by_hand(
-    torchrun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    torchrun, tmp_path, monkeypatch
+):
     monkeypatch.setenv("FAULT", "oom:1:backward")
     outcome = torchrun(2, *TINY)
     assert outcome.code == 0, outcome.err

@@ -6,9 +6,7 @@ import gc
 import itertools
 import random
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,14 +25,14 @@ from linnaeus.integrations.samples import LOOKED_AT, PROBED, Largest, copied, st
 class Rows(Dataset[dict[str, Any]]):
     """Samples of given lengths, read by index, that remember who was read."""
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths):
         self.sizes = lengths
-        self.read: list[int] = []
+        self.read = []
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.sizes)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         self.read.append(index)
         return {"input_ids": [index] * self.sizes[index], "labels": 0}  # without an end of its own
 
@@ -44,27 +42,25 @@ class Columns(Rows):
 
     column_names = ["input_ids", "length"]  # noqa: RUF012
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         return self.sizes if index == "length" else super().__getitem__(index)
 
 
-def indices(samples: list[dict[str, Any]]) -> list[int]:
+def indices(samples):
     return [sample["input_ids"][0] for sample in samples]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 40))
-def test_it_is_what_sorting_gives_with_or_without_stored_lengths(
-    lengths: list[int], n: int
-) -> None:
+def test_it_is_what_sorting_gives_with_or_without_stored_lengths(lengths, n):
     ordered = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     expected = [ordered[place % len(ordered)] for place in range(n)]
-    given_lengths: list[Any] = [None, lengths, torch.tensor(lengths), np.array(lengths)]
+    given_lengths = [None, lengths, torch.tensor(lengths), np.array(lengths)]
     for rows in (Rows(lengths), Columns(lengths)):
         for length in (*given_lengths, lambda sample: len(sample["input_ids"])):
             assert indices(longest(rows, n, length=length)) == expected
 
 
-def test_stored_lengths_save_the_reading() -> None:
+def test_stored_lengths_save_the_reading():
     lengths = [3, 9, 1, 7, 5]
     column, named, sequence = Columns(lengths), Columns(lengths), Rows(lengths)
     longest(column, 2)
@@ -76,15 +72,15 @@ def test_stored_lengths_save_the_reading() -> None:
     assert subset.dataset.read == [3, 4]  # type: ignore[attr-defined]
 
 
-def test_without_them_each_sample_is_read_once_and_few_are_kept() -> None:
+def test_without_them_each_sample_is_read_once_and_few_are_kept():
     class Sample(list[int]):
         """A list that can be referred to weakly."""
 
-    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    alive = weakref.WeakSet()
     most = reads = 0
 
     class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
+        def __iter__(self):
             nonlocal most, reads
             for index in range(500):
                 sample = Sample([index] * (index % 100))
@@ -101,13 +97,13 @@ def test_without_them_each_sample_is_read_once_and_few_are_kept() -> None:
     assert most <= 4 + 3, "the heap's, and those on their way"
 
 
-def test_global_random_numbers_stay_where_they_were() -> None:
+def test_global_random_numbers_stay_where_they_were():
     class Random(Rows):
-        def __getitem__(self, index: int) -> dict[str, Any]:
+        def __getitem__(self, index):
             size = int(torch.randint(1, 9, ())) + random.randint(0, 3) + np.random.randint(3)
             return {"input_ids": [index] * size}
 
-    def draws() -> list[float]:
+    def draws():
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
@@ -118,12 +114,12 @@ def test_global_random_numbers_stay_where_they_were() -> None:
     assert draws() == after
 
 
-def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def padded(samples):
     longest_row = max(len(sample["input_ids"]) for sample in samples)
     return {"ids": torch.zeros(len(samples), longest_row), "labels": torch.zeros(len(samples))}
 
 
-def test_the_largest_come_first_where_batches_differ_in_size() -> None:
+def test_the_largest_come_first_where_batches_differ_in_size():
     sizes = [3, 9, 4, 9] * 50
     expected = sorted(range(200), key=lambda index: -sizes[index])
     assert Largest(Rows(sizes), padded).indices(200) == expected
@@ -134,14 +130,14 @@ def test_the_largest_come_first_where_batches_differ_in_size() -> None:
         Largest([], padded)
 
 
-def test_what_the_collate_function_leaves_out_or_pads_on_its_own_is_seen() -> None:
+def test_what_the_collate_function_leaves_out_or_pads_on_its_own_is_seen():
     texts = [
         {"text": "x" * (1 + index % 9), "note": "y" * (index * 7 % 200)} for index in range(100)
     ]
     found = Largest(texts, lambda samples: torch.zeros(2, len(samples[0]["text"]))).indices(1)
     assert len(texts[found[0]]["text"]) == 9
 
-    def sides(samples: list[tuple[int, int]]) -> list[torch.Tensor]:
+    def sides(samples):
         return [torch.zeros(len(samples), max(side)) for side in zip(*samples, strict=True)]
 
     pairs = [(index % 10, 50 - index % 10) for index in range(80)]
@@ -149,17 +145,17 @@ def test_what_the_collate_function_leaves_out_or_pads_on_its_own_is_seen() -> No
     assert {*Largest(pairs, sides).indices(2)} == {33, 44}
 
 
-def images(samples: list[torch.Tensor]) -> torch.Tensor:
+def images(samples):
     """Padded to the largest height and the largest width."""
     height, width = (max(each.shape[dim] for each in samples) for dim in (0, 1))
     return torch.zeros(len(samples), height, width)
 
 
-def batch_of(largest: Largest, dataset: Any, collate: Any, size: int) -> Any:
+def batch_of(largest, dataset, collate, size):
     return collate([dataset[index] for index in largest.indices(size)])
 
 
-def test_a_batch_has_the_maximum_of_each_dimension() -> None:
+def test_a_batch_has_the_maximum_of_each_dimension():
     dataset = [torch.ones(40, 40)] * 300
     dataset[50], dataset[70] = torch.ones(10, 100), torch.ones(100, 10)
     largest = Largest(dataset, images)
@@ -172,7 +168,7 @@ def test_a_batch_has_the_maximum_of_each_dimension() -> None:
 class Graph:
     """A sample or a batch that is an object."""
 
-    def __init__(self, x: torch.Tensor) -> None:
+    def __init__(self, x):
         self.x = x
 
 
@@ -191,16 +187,16 @@ class Hidden:
 
     __slots__ = ("_x",)
 
-    def __init__(self, x: torch.Tensor) -> None:
+    def __init__(self, x):
         self._x = x
 
-    def to_dict(self) -> dict[str, torch.Tensor]:
+    def to_dict(self):
         return {"x": self._x}
 
 
 @pytest.mark.parametrize("kind", [Graph, Plain, Slots, Hidden])
-def test_batches_that_are_objects_are_looked_into(kind: Any) -> None:
-    def rows_of(graph: Any) -> torch.Tensor:
+def test_batches_that_are_objects_are_looked_into(kind):
+    def rows_of(graph):
         return graph.to_dict()["x"] if kind is Hidden else graph.x
 
     graphs = [kind(torch.ones(10 + 37 * index % 90, 4)) for index in range(200)]
@@ -209,7 +205,7 @@ def test_batches_that_are_objects_are_looked_into(kind: Any) -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_batch_without_a_tensor_and_one_of_random_size_are_refused() -> None:
+def test_a_batch_without_a_tensor_and_one_of_random_size_are_refused():
     class Opaque:
         __slots__ = ()
 
@@ -217,7 +213,7 @@ def test_a_batch_without_a_tensor_and_one_of_random_size_are_refused() -> None:
     rows = [torch.ones(3)] * 100
 
     class Drawing(Rows):
-        def __getitem__(self, index: int) -> dict[str, Any]:
+        def __getitem__(self, index):
             return {"input_ids": [index] * next(sizes)}
 
     refused = {
@@ -230,7 +226,7 @@ def test_a_batch_without_a_tensor_and_one_of_random_size_are_refused() -> None:
             Largest(dataset, collate, remedy="ask")  # type: ignore[arg-type]
 
 
-def test_a_large_dataset_is_looked_at_in_part_and_the_rest_estimated() -> None:
+def test_a_large_dataset_is_looked_at_in_part_and_the_rest_estimated():
     class Many(Rows):
         column_names = None
 
@@ -248,7 +244,7 @@ def test_a_large_dataset_is_looked_at_in_part_and_the_rest_estimated() -> None:
     assert len(in_a_hurry.read) < PROBED
 
 
-def test_workers_look_at_the_samples() -> None:
+def test_workers_look_at_the_samples():
     """The process itself reads the largest alone."""
     rows = Rows([3, 9, 4, 9] * 50)
     largest = Largest(rows, padded, num_workers=1)
@@ -256,11 +252,11 @@ def test_workers_look_at_the_samples() -> None:
     assert {*rows.read} == {*largest.indices(3)}
 
 
-def test_lengths_of_a_subset_are_read_once() -> None:
+def test_lengths_of_a_subset_are_read_once():
     class Counted(Columns):
         num_read = 0
 
-        def __getitem__(self, index: Any) -> Any:
+        def __getitem__(self, index):
             self.num_read += index == "length"
             found = super().__getitem__(index)
             return Once(found) if index == "length" else found
@@ -270,7 +266,7 @@ def test_lengths_of_a_subset_are_read_once() -> None:
 
         num_iterated = 0
 
-        def __iter__(self) -> Iterator[int]:
+        def __iter__(self):
             self.num_iterated += 1
             assert self.num_iterated == 1
             return super().__iter__()
@@ -279,7 +275,7 @@ def test_lengths_of_a_subset_are_read_once() -> None:
     assert stored_lengths(subset) == [5, 3, 7]
 
 
-def test_memory_maps_are_not_copied(tmp_path: Path) -> None:
+def test_memory_maps_are_not_copied(tmp_path):
     mapped = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(4, 8))
     assert copied(mapped) is mapped
     module = torch.nn.Linear(1, 1)

@@ -8,8 +8,6 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from hypothesis import assume, example, given
@@ -37,11 +35,11 @@ Curve = Callable[[int], int]
 class Device:
     """A `measure` that records its calls, refuses to run a size twice, and has a capacity."""
 
-    def __init__(self, curve: Curve, capacity: float = math.inf) -> None:
+    def __init__(self, curve, capacity=math.inf):
         self.curve, self.capacity = curve, capacity
-        self.peaks: dict[int, float] = {}
+        self.peaks = {}
 
-    def __call__(self, size: int) -> int:
+    def __call__(self, size):
         assert size not in self.peaks, f"{size} was measured twice"
         peak = self.curve(size)
         self.peaks[size] = peak if peak <= self.capacity else math.inf
@@ -50,24 +48,24 @@ class Device:
         return peak
 
 
-def line(fixed: int, per_sample: int) -> Curve:
+def line(fixed, per_sample):
     return lambda size: fixed + per_sample * size
 
 
-def sizes(result: SearchResult) -> list[int]:
+def sizes(result):
     return [trial.size for trial in result.trials]
 
 
-def candidates_of(min_size: int, max_size: int, multiple_of: int) -> list[int]:
+def candidates_of(min_size, max_size, multiple_of):
     return [n for n in range(min_size, max_size + 1) if n < multiple_of or n % multiple_of == 0]
 
 
 def check_honest(
-    result: SearchResult,
-    device: Device,
-    candidates: list[int],
-    max_trials: int,
-) -> None:
+    result,
+    device,
+    candidates,
+    max_trials,
+):
     """What holds for every search that does not stop before it has a proof, whatever the curve."""
     fitting = {size for size, peak in device.peaks.items() if peak <= BUDGET}
     assert sizes(result) == list(device.peaks)
@@ -94,7 +92,7 @@ def check_honest(
 
 
 @st.composite
-def rising_curves(draw: st.DrawFn) -> Curve:
+def rising_curves(draw):
     """Never falls: a line, a power, stairs, plateaus or a jump of 4×."""
     fixed = draw(st.integers(0, BUDGET))
     slope = draw(st.sampled_from([0.01, 0.3, 1, 7, 60, 900, 20_000]))
@@ -113,7 +111,7 @@ def rising_curves(draw: st.DrawFn) -> Curve:
 
 
 @st.composite
-def unruly_curves(draw: st.DrawFn) -> Curve:
+def unruly_curves(draw):
     """Noise, dips, a falling curve, peaks around the budget only, or an answer that ignores the size."""
     curve = draw(rising_curves())
     rng = random.Random(draw(st.integers(0, 10**6)))
@@ -159,14 +157,14 @@ strategies = st.sampled_from(sorted(STRATEGIES))
 @example(line(0, 0), math.inf, (1, 1), 1, "guided", None, 10**9)
 @example(line(BUDGET, 0), BUDGET, (1, 8192), 1, "guided", None, 10**9)
 def test_every_search_is_bounded_and_honest(
-    curve: Curve,
-    capacity: float,
-    bounds: tuple[int, int],
-    multiple_of: int,
-    strategy: str,
-    start: int | None,
-    max_trials: int,
-) -> None:
+    curve,
+    capacity,
+    bounds,
+    multiple_of,
+    strategy,
+    start,
+    max_trials,
+):
     candidates = candidates_of(*bounds, multiple_of)
     device = Device(curve, capacity)
     search = functools.partial(
@@ -202,13 +200,13 @@ def test_every_search_is_bounded_and_honest(
     start=starts,
 )
 def test_on_a_rising_curve_the_largest_size_is_found(
-    curve: Curve,
-    capacity: float,
-    bounds: tuple[int, int],
-    multiple_of: int,
-    strategy: str,
-    start: int | None,
-) -> None:
+    curve,
+    capacity,
+    bounds,
+    multiple_of,
+    strategy,
+    start,
+):
     candidates = candidates_of(*bounds, multiple_of)
     assume(candidates)
     result = find(
@@ -229,9 +227,7 @@ def test_on_a_rising_curve_the_largest_size_is_found(
     capacity=capacities,
     max_size=st.integers(1, 8192),
 )
-def test_the_second_size_is_at_most_four_times_the_first(
-    curve: Curve, capacity: float, max_size: int
-) -> None:
+def test_the_second_size_is_at_most_four_times_the_first(curve, capacity, max_size):
     """Unless the first peak says that all sizes fit."""
     device = Device(curve, capacity)
     found = sizes(find(device, max_size=max_size, max_trials=10**9))
@@ -249,16 +245,16 @@ def test_the_second_size_is_at_most_four_times_the_first(
     start=starts,
 )
 def test_known_trials_are_never_run_again(
-    curve: Curve,
-    budgets: list[int],
-    multiple_of: int,
-    strategy: str,
-    strict: bool,
-    start: int | None,
-) -> None:
+    curve,
+    budgets,
+    multiple_of,
+    strategy,
+    strict,
+    start,
+):
     candidates = candidates_of(1, 2000, multiple_of)
     device = Device(curve)  # one device for all searches: it refuses to measure a size twice
-    known: tuple[TrialRecord, ...] = ()
+    known = ()
     for old, budget in zip([0, *budgets], budgets, strict=False):
         known = tuple(trial for trial in known if trial.peak_bytes is not None or budget <= old)
         for size in device.peaks.keys() - {trial.size for trial in known}:
@@ -286,12 +282,12 @@ def test_known_trials_are_never_run_again(
 # -- the guided strategy
 
 
-def known_at(*sizes: int) -> list[TrialRecord]:
+def known_at(*sizes):
     """Trials of these sizes on the first of the curves below."""
     return [TrialRecord(size, "fits", 1000 + 40 * size, 1.0) for size in sizes]
 
 
-def beside(share: float, largest: int) -> tuple[Curve, dict[str, int], int, int]:
+def beside(share, largest):
     """Validation beside resident training state: the peak hardly grows at first."""
     budget = 10**10
     curve = line(int(share * budget), int((1 - share) * budget / (largest + 0.5)))
@@ -334,27 +330,25 @@ def beside(share: float, largest: int) -> tuple[Curve, dict[str, int], int, int]
         *itertools.starmap(beside, itertools.product([0.3, 0.6, 0.85], [30, 200, 1000])),
     ],
 )
-def test_a_guided_search_takes_few_trials(
-    curve: Curve, arguments: dict[str, Any], size: int, at_most: int
-) -> None:
+def test_a_guided_search_takes_few_trials(curve, arguments, size, at_most):
     result = find(curve, **arguments)
     assert (result.size, result.certified, result.limited_by) == (size, True, "memory")
     assert len(result.trials) <= at_most
 
 
-def hundredths(fixed: float, linear: float, squared: float, largest: int) -> Curve:
+def hundredths(fixed, linear, squared, largest):
     """Shares of a budget of 10⁹ at half a sample more than the largest size that fits."""
     shares = (fixed, linear, squared)
     return lambda n: int(sum(10**9 * s * (n / (largest + 0.5)) ** k for k, s in enumerate(shares)))
 
 
-def chunked(chunk: int, largest: int) -> Curve:
+def chunked(chunk, largest):
     """Flat up to a chunk, then a parabola: GradCache."""
     beyond = hundredths(0.1, 0, 0.9, largest - chunk)
     return lambda n: beyond(max(n - chunk, 0))
 
 
-def kinked(kink: int, largest: int) -> Curve:
+def kinked(kink, largest):
     beyond = hundredths(0.4, 0.6, 0, largest - kink)
     return lambda n: beyond(max(n - kink, 0))
 
@@ -373,9 +367,7 @@ def kinked(kink: int, largest: int) -> Curve:
     ],
     ids=["pairs", "parabola", "line", "chunks", "few chunks", "kink"],
 )
-def test_plateaus_and_parabolas_take_few_trials(
-    curve: Curve, largest: int, at_most: int, max_size: int, capacity: float
-) -> None:
+def test_plateaus_and_parabolas_take_few_trials(curve, largest, at_most, max_size, capacity):
     device = Device(curve, capacity)
     result = find(device, budget_bytes=10**9, max_size=max_size, tolerance=0.01)
     assert result.size is not None
@@ -384,7 +376,7 @@ def test_plateaus_and_parabolas_take_few_trials(
 
 
 @pytest.mark.parametrize("max_size", [512, 1000])
-def test_a_limit_without_rising_peaks_takes_few_trials(max_size: int) -> None:
+def test_a_limit_without_rising_peaks_takes_few_trials(max_size):
     """As many as the logarithm of the number of answers, the first trial and that of the bound."""
     trials = []
     for limit in range(1, max_size):
@@ -398,7 +390,7 @@ def test_a_limit_without_rising_peaks_takes_few_trials(max_size: int) -> None:
     assert sum(trials) / len(trials) <= 2.5 + math.log2(num_answers)
 
 
-def test_ten_trials_find_the_limit_of_another_tool() -> None:
+def test_ten_trials_find_the_limit_of_another_tool():
     """Lightning's own test: no more than 100 of 1000 samples."""
     device = Device(lambda n: n if n <= 100 else 10**10, 10**9)
     result = find(device, budget_bytes=10**9, max_size=1000, tolerance=0.01, max_trials=10)
@@ -407,8 +399,8 @@ def test_ten_trials_find_the_limit_of_another_tool() -> None:
 
 @pytest.mark.parametrize("multiple_of", [1, 8])
 @pytest.mark.parametrize("max_size", [100_000, 2**31])
-def test_a_grid_limit_ends_the_search_and_is_named(max_size: int, multiple_of: int) -> None:
-    def measure(size: int) -> int:
+def test_a_grid_limit_ends_the_search_and_is_named(max_size, multiple_of):
+    def measure(size):
         if size > GRID_LIMIT:
             raise KernelLimit
         return 10**7 + 10**3 * size
@@ -426,7 +418,7 @@ def test_a_grid_limit_ends_the_search_and_is_named(max_size: int, multiple_of: i
     assert smaller.limited_by == "memory"
 
 
-def test_the_first_trial_is_small_whatever_the_bounds() -> None:
+def test_the_first_trial_is_small_whatever_the_bounds():
     for max_size in (1, 5, 16, 512, 10**9):
         assert sizes(find(line(0, BUDGET), max_size=max_size))[0] <= 16
 
@@ -442,7 +434,7 @@ def test_the_first_trial_is_small_whatever_the_bounds() -> None:
         ("binsearch", [1, 2, 4, 8, 16, 12, 10, 11]),
     ],
 )
-def test_the_plain_strategies_try_what_their_names_say(strategy: str, expected: list[int]) -> None:
+def test_the_plain_strategies_try_what_their_names_say(strategy, expected):
     result = find(line(0, 1), budget_bytes=10, max_size=100, strategy=strategy)
     assert sizes(result) == expected
     assert (result.size, result.certified) == ((8, False) if strategy == "power" else (10, True))
@@ -455,7 +447,7 @@ def test_the_plain_strategies_try_what_their_names_say(strategy: str, expected: 
 # -- what ends a search
 
 
-def test_a_fixed_cost_that_is_known_saves_trials() -> None:
+def test_a_fixed_cost_that_is_known_saves_trials():
     """A process that holds 90 % of the budget: without that knowledge a first peak looks like a slope."""
     knowing, guessing = find(line(9000, 10), fixed_bytes=9000), find(line(9000, 10))
     assert knowing.size == guessing.size == 100
@@ -466,7 +458,7 @@ def test_a_fixed_cost_that_is_known_saves_trials() -> None:
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
+def benchmark():
     path = Path(__file__).parents[2] / "benchmarks" / "search_replay.py"
     spec = importlib.util.spec_from_file_location("search_replay", path)
     assert spec
@@ -485,9 +477,7 @@ def benchmark() -> ModuleType:
         ("strict cap", 5.6, 7, 0.05),
     ],
 )
-def test_figures_on_measured_curves(
-    benchmark: ModuleType, mode: str, mean: float, p90: int, beyond: float
-) -> None:
+def test_figures_on_measured_curves(benchmark, mode, mean, p90, beyond):
     curves = benchmark.read_curves(benchmark.CURVES)
     chosen = next(each for each in benchmark.MODES if each.name == mode)
     cases = benchmark.make_cases(curves, range(3), chosen)
@@ -512,8 +502,8 @@ def test_figures_on_measured_curves(
     capacity=st.sampled_from([math.inf, BUDGET]),
 )
 def test_a_search_with_a_tolerance_ends_within_it(
-    strategy: str, curve: Curve, tolerance: float, max_size: int, multiple_of: int, capacity: float
-) -> None:
+    strategy, curve, tolerance, max_size, multiple_of, capacity
+):
     device, candidates = Device(curve, capacity), candidates_of(1, max_size, multiple_of)
     result = find(
         device,
@@ -543,14 +533,14 @@ def test_a_search_with_a_tolerance_ends_within_it(
         assert result.within == (may_fit - result.size) / result.size
 
 
-def test_known_records_may_settle_a_search_within_the_tolerance() -> None:
+def test_known_records_may_settle_a_search_within_the_tolerance():
     known = [TrialRecord(200, "fits", 9_000, 0.1), TrialRecord(203, "over", 10_100, 0.1)]
     found = SearchResult(200, certified=False, limited_by="memory", trials=(), within=0.01)
     assert find(line(0, 1), known=known, tolerance=0.01) == found
     assert find(line(0, 1), known=known, tolerance=0.009).trials != ()
 
 
-def test_when_the_trials_run_out_the_gap_reaches_to_the_smallest_failure() -> None:
+def test_when_the_trials_run_out_the_gap_reaches_to_the_smallest_failure():
     result = find(line(0, 1), max_size=40_000, strategy="binary", max_trials=3)
     assert sizes(result) == [20_000, 10_000, 15_000]
     assert (result.size, result.limited_by, result.within) == (10_000, "max_trials", 4_999 / 10_000)

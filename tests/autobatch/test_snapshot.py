@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
 from linnaeus.autobatch.errors import AutoBatchError
@@ -26,7 +25,7 @@ CPU = torch.device("cpu")
 class Net(nn.Module):
     """Weights of two types, BatchNorm, tied weights, and buffers of every sort."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
         self.low = nn.Linear(8, 8, dtype=torch.bfloat16)
@@ -41,13 +40,13 @@ class Net(nn.Module):
         self.register_buffer("counts", torch.tensor([1, 2]))
         self.register_buffer("absent", None, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.inner(x) + self.embedding(x) + self.tied(x)
         hidden = hidden + self.low(hidden.to(torch.bfloat16)).float()
         return self.output(hidden)  # type: ignore[no-any-return]
 
 
-def step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+def step(model, *optimizers):
     """A training step; gradients stay."""
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -57,11 +56,11 @@ def step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded():
     torch.manual_seed(0)
 
 
-def bits_of_module(module: nn.Module) -> dict[str, Any]:
+def bits_of_module(module):
     """All that a module has, whether in its state dict or not."""
     return {
         "parameters": {
@@ -78,7 +77,7 @@ def bits_of_module(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def bits_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
+def bits_of_optimizer(optimizer):
     groups = [
         {name: bits(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -91,7 +90,7 @@ def bits_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
 # -- modules
 
 
-def spoil(module: nn.Module) -> None:
+def spoil(module):
     """Change whatever a module has."""
     module.train(not module.training)
     with torch.no_grad():
@@ -104,14 +103,14 @@ def spoil(module: nn.Module) -> None:
                 submodule._buffers[name] = torch.ones(2) if buffer is None else buffer + 1
 
 
-def trained_net() -> Net:
+def trained_net():
     model = Net()
     model.inner[1].eval()  # each submodule has a mode of its own
     step(model)
     return model
 
 
-def sparse_gradient() -> nn.Module:
+def sparse_gradient():
     model = nn.Embedding(10, 3, sparse=True)
     model(torch.tensor([1, 4])).sum().backward()
     return model
@@ -120,22 +119,22 @@ def sparse_gradient() -> nn.Module:
 class WithExtraState(nn.Module):
     """Counts its calls in its extra state alone, as quantisers and metrics do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.helper = SimpleNamespace(calls=[])
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return self.helper.calls
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.helper.calls = state
 
 
-def replace_data(name: str, value: Tensor) -> Callable[[nn.Module], object]:
+def replace_data(name, value):
     return lambda model: setattr(model.get_parameter(name), "data", value.clone())
 
 
-MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
+MODULES = {
     "with gradients": (trained_net, spoil),
     "a step": (Net, step),
     "a further step": (trained_net, step),
@@ -166,13 +165,13 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
 class Restless(nn.Module):
     """Has a bit of everything that a module may keep beside parameters and buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.other = nn.Linear(2, 2)
         self.calls = 0
-        self.name: str | None = "first"
-        self.cache: dict[str, Any] = {"inside": [torch.zeros(2), (torch.ones(1), {"deep": 1})]}
+        self.name = "first"
+        self.cache = {"inside": [torch.zeros(2), (torch.ones(1), {"deep": 1})]}
         self.last = torch.zeros(3)
         with torch.inference_mode():
             self.inferred = torch.zeros(2)
@@ -184,11 +183,11 @@ class Restless(nn.Module):
         self.generator = np.random.default_rng(0)
         self.torch_generator = torch.Generator().manual_seed(3)
         self.hidden = [nn.Linear(1, 1)]  # its parameters are not this module's
-        self.itself: list[Any] = [self]
+        self.itself = [self]
         self.itself.append(self.itself)
         self.layer.register_forward_hook(print)
 
-    def picture(self) -> Any:
+    def picture(self):
         """All of it, and which objects these are."""
         hooks = [
             {name: list(hooks) for name, hooks in vars(module).items() if name.endswith("_hooks")}
@@ -216,12 +215,12 @@ class Restless(nn.Module):
         }
 
 
-def change_an_inference_tensor(module: Restless) -> None:
+def change_an_inference_tensor(module):
     with torch.inference_mode():
         module.inferred.add_(1)
 
 
-CHANGES: dict[str, Callable[[Restless], object]] = {
+CHANGES = {
     "number": lambda module: setattr(module, "calls", module.calls + 1),
     "another tensor": lambda module: setattr(module, "last", torch.ones(3)),
     "the same tensor": lambda module: module.last.add_(1),
@@ -249,7 +248,7 @@ CHANGES: dict[str, Callable[[Restless], object]] = {
 }
 
 
-def picture(module: nn.Module) -> Any:
+def picture(module):
     try:
         return module.picture() if isinstance(module, Restless) else bits_of_module(module)
     except AttributeError:  # it looks for what was removed
@@ -263,9 +262,7 @@ def picture(module: nn.Module) -> Any:
         *(pytest.param(Restless, change, id=name) for name, change in CHANGES.items()),
     ],
 )
-def test_a_module_comes_back_bit_for_bit(
-    make: Callable[[], nn.Module], change: Callable[[Any], object]
-) -> None:
+def test_a_module_comes_back_bit_for_bit(make, change):
     module = make()
     before, gradients = picture(module), [parameter.grad for parameter in module.parameters()]
     snapshot = Snapshot([module], CPU)
@@ -278,7 +275,7 @@ def test_a_module_comes_back_bit_for_bit(
         assert all(now is then for now, then in zip(restored, gradients, strict=True))
 
 
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+WRAPPERS = {
     "weight norm": parametrizations.weight_norm,
     "spectral norm": parametrizations.spectral_norm,
     "script": torch.jit.script,
@@ -289,12 +286,12 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.usefixtures("compiles_unseen")
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_modules_that_are_not_plain_come_back_and_train_on(name: str) -> None:
+def test_modules_that_are_not_plain_come_back_and_train_on(name):
     model = WRAPPERS[name](nn.Linear(6, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     step(model, optimizer)
 
-    def trained() -> Any:
+    def trained():
         torch.manual_seed(5)
         for _ in range(2):
             step(model, optimizer)
@@ -312,7 +309,7 @@ def test_modules_that_are_not_plain_come_back_and_train_on(name: str) -> None:
 # -- optimizers
 
 
-def test_parameters_that_only_an_optimizer_holds_come_back() -> None:
+def test_parameters_that_only_an_optimizer_holds_come_back():
     temperature = nn.Parameter(torch.tensor([1.5, 2.5]))
     temperature.grad = torch.ones(2)
     model = nn.Linear(2, 2)
@@ -329,7 +326,7 @@ def test_parameters_that_only_an_optimizer_holds_come_back() -> None:
     assert temperature.requires_grad
 
 
-def test_without_the_optimizers_what_they_and_attributes_hold_stays() -> None:
+def test_without_the_optimizers_what_they_and_attributes_hold_stays():
     """As between training and a validation that is measured beside it."""
     model = Net()
     model.calls = 0  # type: ignore[assignment]
@@ -353,8 +350,8 @@ def test_without_the_optimizers_what_they_and_attributes_hold_stays() -> None:
 # -- anything, generators
 
 
-def test_any_object_with_a_state_dict_comes_back() -> None:
-    content: dict[str, Any] = {
+def test_any_object_with_a_state_dict_comes_back():
+    content = {
         "keys": torch.randn(4),
         "nest": [{"deep": torch.ones(1)}],
         "pointer": 0,
@@ -385,7 +382,22 @@ def test_what_a_state_dict_does_not_take_back_is_refused():
             snapshot.check_restored()
 
 
-GENERATORS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {
+@pytest.mark.parametrize("restores", [True, False])
+def test_nan_counts_as_restored_where_it_was_before(restores):
+    content = {"best": math.nan, "lowest": torch.tensor(math.nan), "last": 1.0}
+
+    def load(state):
+        content.update(state if restores else {})
+
+    queue = SimpleNamespace(state_dict=lambda: content, load_state_dict=load)
+    snapshot = Snapshot([queue], CPU)
+    content.update(best=0.5, last=math.nan)
+    snapshot.restore()
+    with contextlib.nullcontext() if restores else pytest.raises(AutoBatchError, match="restore"):
+        snapshot.check_restored()
+
+
+GENERATORS = {
     "torch": lambda: (
         torch.Generator().manual_seed(1),
         lambda own: torch.rand(3, generator=own).tolist(),
@@ -397,7 +409,7 @@ GENERATORS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_a_generator_draws_on_where_it_was(name: str) -> None:
+def test_a_generator_draws_on_where_it_was(name):
     """One that is an object if it is in the state, those of the process always."""
     generator, draw_from = GENERATORS[name]()
     draw_from(generator)
@@ -415,7 +427,7 @@ def test_a_generator_draws_on_where_it_was(name: str) -> None:
 # -- the process
 
 
-def draw() -> tuple[float, float, float, float]:
+def draw():
     """From every generator; `gauss` and `standard_normal` keep a second number in store."""
     return (
         random.gauss(0, 1),
@@ -425,7 +437,7 @@ def draw() -> tuple[float, float, float, float]:
     )
 
 
-def switches() -> tuple[Any, ...]:
+def switches():
     cudnn = torch.backends.cudnn
     return (
         torch.is_grad_enabled(),
@@ -437,7 +449,7 @@ def switches() -> tuple[Any, ...]:
     )
 
 
-def set_switches(values: tuple[Any, ...]) -> None:
+def set_switches(values):
     cudnn = torch.backends.cudnn
     grad, dtype, mode, cudnn.enabled, cudnn.benchmark, cudnn.deterministic = values
     torch.set_grad_enabled(grad)
@@ -445,7 +457,7 @@ def set_switches(values: tuple[Any, ...]) -> None:
     torch.set_deterministic_debug_mode(mode)
 
 
-def test_switches_of_the_process_come_back() -> None:
+def test_switches_of_the_process_come_back():
     usual, other = switches(), (False, torch.float64, 1, False, True, True)
     try:
         for one, two in ((usual, other), (other, usual)):

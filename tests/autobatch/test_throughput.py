@@ -5,34 +5,32 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.autobatch.throughput import sizes_by_speed
-from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
+from tests.helpers.runs import SMALL, assert_same_bits, weights
 
 
 class Device:
     """Steps of an overhead and a time per sample, with noise; remembers what it was asked."""
 
-    def __init__(self, seconds: Callable[[int], float], noise: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, seconds, noise=0.0, seed=0):
         self.seconds, self.noise, self.random = seconds, noise, random.Random(seed)
-        self.asked: list[int] = []
+        self.asked = []
 
-    def __call__(self, size: int) -> Sequence[float]:
+    def __call__(self, size):
         self.asked.append(size)
         return [self.seconds(size) * (1 + abs(self.random.gauss(0, self.noise))) for _ in range(5)]
 
 
-def line(overhead: float, per_sample: float) -> Callable[[int], float]:
+def line(overhead, per_sample):
     return lambda size: overhead + per_sample * size
 
 
-def test_a_device_that_is_busy_with_few_samples_gets_a_small_size() -> None:
+def test_a_device_that_is_busy_with_few_samples_gets_a_small_size():
     device = Device(line(0.010, 0.001))
     fast, seconds = sizes_by_speed(device, range(1, 1025))
     best = max(size / second for size, second in seconds.items())
@@ -41,7 +39,7 @@ def test_a_device_that_is_busy_with_few_samples_gets_a_small_size() -> None:
     assert len(device.asked) <= 11
 
 
-def test_a_fastest_size_below_the_largest_is_found() -> None:
+def test_a_fastest_size_below_the_largest_is_found():
     """As where the largest sizes fall back to a slow kernel."""
     fast, seconds = sizes_by_speed(
         Device(lambda n: 0.01 + 0.001 * n * (2 if n > 600 else 1)), range(1, 1025)
@@ -51,7 +49,7 @@ def test_a_fastest_size_below_the_largest_is_found() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_noise_of_a_few_per_cent_does_not_lead_far_astray(seed: int) -> None:
+def test_noise_of_a_few_per_cent_does_not_lead_far_astray(seed):
     device = Device(line(0.010, 0.001), noise=0.03, seed=seed)
     fast, _ = sizes_by_speed(device, range(1, 1025))
     rate = {size: size / device.seconds(size) for size in (fast[0], 1024)}
@@ -59,13 +57,13 @@ def test_noise_of_a_few_per_cent_does_not_lead_far_astray(seed: int) -> None:
     assert fast[0] <= 512
 
 
-def test_a_size_that_runs_no_more_is_not_fast() -> None:
+def test_a_size_that_runs_no_more_is_not_fast():
     device = Device(lambda n: math.inf if n > 100 else 0.01 + 0.001 * n)
     fast, _ = sizes_by_speed(device, range(1, 201))
     assert fast[-1] <= 100
 
 
-def test_nothing_is_timed_after_the_deadline_but_the_first() -> None:
+def test_nothing_is_timed_after_the_deadline_but_the_first():
     device = Device(line(0.1, 0.001))
     fast, _ = sizes_by_speed(device, range(1, 1025), deadline_s=0.0)
     assert (fast, device.asked) == ([1024], [1024])
@@ -80,8 +78,8 @@ def test_nothing_is_timed_after_the_deadline_but_the_first() -> None:
     st.integers(0, 99),
 )
 def test_any_curve_ends_with_a_size_that_was_timed(
-    largest: int, multiple: int, overhead: float, per_sample: float, noise: float, seed: int
-) -> None:
+    largest, multiple, overhead, per_sample, noise, seed
+):
     candidates = sorted(
         {*range(1, min(multiple, largest)), *range(multiple, largest + 1, multiple)} or {1}
     )
@@ -96,9 +94,7 @@ def test_any_curve_ends_with_a_size_that_was_timed(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_timed_steps")
-def test_a_run_that_asks_for_throughput_trains_as_with_the_sizes_set_by_hand(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_run_that_asks_for_throughput_trains_as_with_the_sizes_set_by_hand(run, tmp_path):
     options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16", "TRAIN.EPOCHS=1")
     outcome = run(*SMALL, *options, "DATA.AUTOBATCH.OBJECTIVE=throughput")
     assert outcome.code == 0, outcome.err

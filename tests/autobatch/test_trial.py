@@ -8,8 +8,6 @@ import importlib
 import shutil
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +30,7 @@ AMPLE = 1024  # MiB that no trial here needs
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _only_new_garbage() -> None:
+def _only_new_garbage():
     """What the first optimizer loads is loaded by now, or every collection would look at it."""
     torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
     importlib.import_module("torch._dynamo")
@@ -40,19 +38,19 @@ def _only_new_garbage() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded():
     torch.manual_seed(0)
 
 
 def make_runner(
-    step: Callable[[Any], object],
-    make_batch: Callable[[int], Any],
-    *state: Any,
-    room_mib: int = AMPLE,
-    num_steps: int = 2,
-    training: bool = True,
-    warm: int | None = 4,
-) -> TrialRunner:
+    step,
+    make_batch,
+    *state,
+    room_mib=AMPLE,
+    num_steps=2,
+    training=True,
+    warm=4,
+):
     """A runner that may take `room_mib` above what the process holds, with all libraries loaded."""
     memory = CpuMemory(CPU)
     memory.clean()
@@ -76,11 +74,9 @@ def make_runner(
 
 
 @pytest.mark.parametrize(("fullness", "alone"), [(0.89, 2), (0.91, 4)])
-def test_a_joint_trial_takes_the_same_steps_at_any_peak(
-    monkeypatch: pytest.MonkeyPatch, fullness: float, alone: int
-) -> None:
+def test_a_joint_trial_takes_the_same_steps_at_any_peak(monkeypatch, fullness, alone):
     """A trial of one rank repeats its steps with an emptied cache, where it nearly fills the budget."""
-    calls: list[int] = []
+    calls = []
     runner = make_runner(lambda batch: calls.append(len(batch)), samples, warm=None)
     runner.empties_cache = True  # as on an accelerator
     monkeypatch.setattr(runner.memory, "peak", lambda: int(fullness * runner.budget_bytes))
@@ -92,10 +88,10 @@ def test_a_joint_trial_takes_the_same_steps_at_any_peak(
 
 
 @pytest.mark.parametrize("failing_call", [1, 4])  # in the first trial, and in the second
-def test_an_error_in_a_joint_trial_is_not_tried_again(failing_call: int) -> None:
-    calls: list[int] = []
+def test_an_error_in_a_joint_trial_is_not_tried_again(failing_call):
+    calls = []
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         calls.append(len(batch))
         if len(calls) == failing_call:
             raise KeyError("broken")
@@ -108,17 +104,17 @@ def test_an_error_in_a_joint_trial_is_not_tried_again(failing_call: int) -> None
     assert len(calls) == failing_call
 
 
-def wide_model() -> nn.Sequential:
+def wide_model():
     """8 KiB of activations a sample."""
     return nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 1))
 
 
-def samples(size: int) -> Tensor:
+def samples(size):
     return torch.randn(size, 16)
 
 
-def training_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], object]:
-    def step(batch: Tensor) -> None:
+def training_step(model, optimizer):
+    def step(batch):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
@@ -129,11 +125,11 @@ def training_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
 class Table(nn.Module):
     """Memory in the weights and hardly any in the activations."""
 
-    def __init__(self, mib: int) -> None:
+    def __init__(self, mib):
         super().__init__()
         self.weight = nn.Parameter(torch.full((mib, MIB // 4), 0.5))
 
-    def forward(self, batch: Tensor) -> Tensor:
+    def forward(self, batch):
         return self.weight[0, : len(batch)].mul(batch[:, 0]).sum()
 
 
@@ -141,13 +137,13 @@ class Hungry(torch.autograd.Function):
     """Takes MiB for as long as it runs, in the forward or in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_mib: int, backward_mib: int) -> Tensor:
+    def forward(ctx, x, forward_mib, backward_mib):
         ctx.mib = backward_mib
         torch.empty(forward_mib * MIB // 4)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, gradient):
         torch.empty(ctx.mib * MIB // 4)
         return gradient, None, None
 
@@ -155,7 +151,7 @@ class Hungry(torch.autograd.Function):
 # -- the peak
 
 
-def test_the_highest_of_all_steps_is_the_peak() -> None:
+def test_the_highest_of_all_steps_is_the_peak():
     sizes = iter([10, 100, 10])
     runner = make_runner(
         lambda _: torch.empty(next(sizes) * MIB // 4), samples, num_steps=3, warm=None
@@ -163,7 +159,7 @@ def test_the_highest_of_all_steps_is_the_peak() -> None:
     assert runner(1) - runner.memory.in_use() == pytest.approx(100 * MIB, abs=NOISE)
 
 
-def test_copies_on_the_host_are_not_the_trials() -> None:
+def test_copies_on_the_host_are_not_the_trials():
     model = Table(mib=40)
     runner = make_runner(lambda batch: torch.empty(10 * MIB // 4), samples, model, room_mib=60)
     runner.memory.settle(runner.snapshot.host_bytes)
@@ -175,18 +171,18 @@ def test_copies_on_the_host_are_not_the_trials() -> None:
 
 
 @pytest.mark.parametrize("place", ["batch", "forward", "backward"])
-def test_running_out_is_reported_from_wherever_it_happens(place: str) -> None:
+def test_running_out_is_reported_from_wherever_it_happens(place):
     model = nn.Linear(16, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = model.weight.detach().clone()
-    reached: list[str] = []
+    reached = []
 
-    def make_batch(size: int) -> tuple[Tensor, int]:
+    def make_batch(size):
         reached.append("batch")
         torch.empty(size * (place == "batch") * MIB // 4)
         return samples(4), size
 
-    def step(batch: tuple[Tensor, int]) -> None:
+    def step(batch):
         reached.append("forward")
         inputs, mib = batch
         output = Hungry.apply(
@@ -214,15 +210,15 @@ def test_running_out_is_reported_from_wherever_it_happens(place: str) -> None:
 # -- the optimizer's state
 
 
-def test_a_scaler_that_skips_does_not_hide_the_optimizers_state() -> None:
+def test_a_scaler_that_skips_does_not_hide_the_optimizers_state():
     """Infinite gradients must not get into the weights either: a step may check its loss."""
     model = Table(mib=8)
     optimizer = torch.optim.Adam(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    states: list[bool] = []
-    skipped: list[bool] = []
+    states = []
+    skipped = []
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         states.append(model.weight in optimizer.state)
         loss = model(batch + 100)
         if not loss.isfinite():
@@ -246,13 +242,13 @@ def test_a_scaler_that_skips_does_not_hide_the_optimizers_state() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
-def test_a_step_that_only_accumulates_does_not_hide_the_optimizers_state(num_steps: int) -> None:
+def test_a_step_that_only_accumulates_does_not_hide_the_optimizers_state(num_steps):
     """Before the second step it is made; in a trial of one step before that. What is frozen gets none."""
     model, frozen = Table(mib=8), nn.Parameter(torch.ones(4), requires_grad=False)
     optimizer = torch.optim.AdamW([*model.parameters(), frozen], weight_decay=0.0)
-    seen: list[tuple[bool, bool]] = []
+    seen = []
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         seen.append((model.weight in optimizer.state, model.weight.grad is not None))
         assert (model.weight == 0.5).all()
         assert frozen not in optimizer.state
@@ -270,12 +266,12 @@ def test_a_step_that_only_accumulates_does_not_hide_the_optimizers_state(num_ste
     assert model.weight.grad is None
 
 
-def test_only_the_optimizer_that_did_not_step_is_helped() -> None:
+def test_only_the_optimizer_that_did_not_step_is_helped():
     generator, critic = Table(mib=4), Table(mib=4)
     first, second = (torch.optim.Adam(part.parameters()) for part in (generator, critic))
-    counts: list[tuple[int, int]] = []
+    counts = []
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         before = len(second.state)
         training_step(generator, first)(batch)
         counts.append((int(first.state[generator.weight]["step"]), before))
@@ -289,12 +285,12 @@ def test_only_the_optimizer_that_did_not_step_is_helped() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_an_optimizer_of_sparse_gradients_works(training: bool) -> None:
+def test_an_optimizer_of_sparse_gradients_works(training):
     model = nn.Embedding(1000, 2048, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())
     expected = model.weight.detach().clone()
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         with torch.set_grad_enabled(training):
             loss = model(batch).square().sum()
         if training:
@@ -314,14 +310,14 @@ def test_an_optimizer_of_sparse_gradients_works(training: bool) -> None:
 # -- validation
 
 
-def test_validation_has_the_optimizers_state_resident() -> None:
+def test_validation_has_the_optimizers_state_resident():
     """Though no trial of it ever steps."""
     model = Table(mib=16)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
-    seen: list[tuple[bool, bool]] = []
+    seen = []
 
     @torch.no_grad()
-    def step(batch: Tensor) -> None:
+    def step(batch):
         seen.append((model.weight in optimizer.state, model.weight.grad is None))
         model(batch)
 
@@ -343,26 +339,26 @@ def test_validation_has_the_optimizers_state_resident() -> None:
 # -- nothing stays
 
 
-def num_tensors() -> int:
+def num_tensors():
     return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
 
 
-def test_many_trials_leave_nothing_behind() -> None:
+def test_many_trials_leave_nothing_behind():
     model = wide_model()
     optimizer = torch.optim.AdamW(model.parameters())
     step, references = training_step(model, optimizer), list[weakref.ref[Tensor]]()
 
-    def leaving_a_cycle(batch: Tensor) -> None:
-        cycle: list[object] = [batch]
+    def leaving_a_cycle(batch):
+        cycle = [batch]
         cycle.append(cycle)
         references.append(weakref.ref(batch))
         step(batch)
 
     runner = make_runner(leaving_a_cycle, samples, model, optimizer, room_mib=60)
     memory = CpuMemory(CPU)
-    outcomes: list[str] = []
+    outcomes = []
 
-    def trial(size: int) -> None:
+    def trial(size):
         try:
             runner(size)
         except OutOfMemory:
@@ -386,17 +382,17 @@ def test_many_trials_leave_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("wraps", ["while handling", "keeps"])
-def test_the_traceback_of_a_failed_trial_keeps_nothing_alive(wraps: str) -> None:
-    alive: list[weakref.ref[Tensor]] = []
-    kept: list[BaseException] = []
+def test_the_traceback_of_a_failed_trial_keeps_nothing_alive(wraps):
+    alive = []
+    kept = []
     model = nn.Linear(16, 1)
 
-    def inner(batch: Tensor) -> None:
+    def inner(batch):
         activations = torch.empty(20 * MIB // 4)
         alive.extend([weakref.ref(batch), weakref.ref(activations)])
         torch.empty(2000 * MIB // 4)
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         copy = batch.clone()
         alive.append(weakref.ref(copy))
         try:
@@ -435,7 +431,7 @@ def test_a_size_whose_error_the_step_catches_does_not_fit(mib: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_can_be_tried() -> None:
+def test_a_compiled_model_can_be_tried():
     model = wide_model()
     compiled = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -447,8 +443,8 @@ def test_a_compiled_model_can_be_tried() -> None:
     assert runner(1000) == pytest.approx(peaks[0], abs=4 * NOISE)
 
 
-def test_collections_inside_look_at_new_things_alone() -> None:
-    old: list[object] = [[]]
+def test_collections_inside_look_at_new_things_alone():
+    old = [[]]
     gc.unfreeze()
     try:
         with existing_objects_frozen():
@@ -465,13 +461,13 @@ def test_collections_inside_look_at_new_things_alone() -> None:
 # -- what trials leave
 
 
-def test_buffers_steer_each_trial_as_the_first_one() -> None:
+def test_buffers_steer_each_trial_as_the_first_one():
     """As the pointer of a queue does; parameters keep what the trials have made of them."""
     model = nn.Linear(16, 1)
     model.register_buffer("pointer", torch.zeros((), dtype=torch.long))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         start = int(model.pointer)  # type: ignore[operator]
         assert start + len(batch) <= 300
         model.pointer += len(batch)  # type: ignore[operator]
@@ -483,12 +479,12 @@ def test_buffers_steer_each_trial_as_the_first_one() -> None:
 
 
 @pytest.mark.parametrize("is_of_the_caller", [False, True])
-def test_an_error_counts_where_it_comes_from_the_callers_own_values(is_of_the_caller: bool) -> None:
+def test_an_error_counts_where_it_comes_from_the_callers_own_values(is_of_the_caller):
     model = nn.Linear(16, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     num_bad = 0
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         nonlocal num_bad
         if (is_of_the_caller and len(batch) > 100) or not torch.equal(model.weight, expected):
             num_bad += 1

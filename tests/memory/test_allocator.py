@@ -5,31 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from typing import Any
 
 import pytest
 
-from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings, Block, CachingAllocator
+from linnaeus.autobatch.predict.allocator import MIB, CachingAllocator
 from linnaeus.autobatch.search import OutOfMemory
-
-
-class Watched(CachingAllocator):
-    """Keeps what it has taken from the device, in order; segments that are given back are taken out."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(AllocatorSettings(**settings))
-        self.taken: list[int] = []
-
-    def reserve(self, num_bytes: int) -> bool:
-        has_room = super().reserve(num_bytes)
-        self.taken += [num_bytes] * has_room
-        return has_room
-
-    def release(self, num_bytes: int) -> None:
-        super().release(num_bytes)
-        while num_bytes:  # of expandable segments the last ones together
-            index = self.taken.index(num_bytes) if num_bytes in self.taken else -1
-            num_bytes -= self.taken.pop(index)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +27,9 @@ class Watched(CachingAllocator):
         (21 * MIB, 22 * MIB, 22 * MIB),
     ],
 )
-def test_requests_are_rounded_to_blocks_of_segments(
-    request_bytes: int, block_bytes: int, segment_bytes: int
-) -> None:
-    allocator = Watched()
-    block = allocator.allocate(request_bytes)
-    assert block.size == block_bytes
-    assert allocator.taken == [segment_bytes]
+def test_requests_are_rounded_to_blocks_of_segments(request_bytes, block_bytes, segment_bytes):
+    allocator = CachingAllocator()
+    assert allocator.allocate(request_bytes).size == block_bytes
     assert allocator.reserved_bytes == segment_bytes
 
 
@@ -70,22 +46,12 @@ RULES = {
     "others are given back": ("4 6 32 -0 -1 -2 empty", []),
     "sizes that alternate hold much": ("30 -0 40 -1 50 -2 60 -3", [30, 40, 50, 60]),
 }
-EXPANDABLE = {
-    "sizes that alternate hold less": ("30 -0 40 -1 50 -2 60 -3", [40, 20]),
-    "a segment grows by what its free end lacks": ("30 25 1 -0 31", [40, 20, 2, 40]),
-    "the free end is taken last": ("20 10 5 -0 4 20", [20, 20, 20]),
-    "the free end is given back": ("30 70 -1 empty", [40]),
-    "all of it": ("30 70 -1 -0 empty 1.5", [20]),
-    "free pages in the middle are too": ("30 70 1.5 -1 empty", [40, 20]),
-    "and are taken first": ("30 70 1.5 -1 empty 35 30", [40, 20, 40, 20]),
-}
-"""MiB that are allocated, or with a minus the number of what is freed; and what is taken from the device."""
+"""MiB that are allocated, or with a minus the number of what is freed; and the segments in MiB."""
 
 
-@pytest.mark.parametrize("rule", [*RULES, *EXPANDABLE])
-def test_rules(rule: str) -> None:
-    program, expected = {**RULES, **EXPANDABLE}[rule]
-    allocator, blocks = Watched(expandable_segments=rule in EXPANDABLE), list[Block]()
+@pytest.mark.parametrize(("program", "segments"), RULES.values(), ids=RULES)
+def test_rules(program, segments):
+    allocator, blocks = CachingAllocator(), []
     for word in program.split():
         if word == "empty":
             allocator.empty_cache()
@@ -93,11 +59,11 @@ def test_rules(rule: str) -> None:
             allocator.free(blocks[int(word[1:])])
         else:
             blocks.append(allocator.allocate(int(float(word) * MIB)))
-    assert [num_bytes // MIB for num_bytes in allocator.taken] == expected
+    assert allocator.reserved_bytes == sum(segments) * MIB
 
 
-def test_of_equal_blocks_the_first_is_taken() -> None:
-    allocator = Watched()
+def test_of_equal_blocks_the_first_is_taken():
+    allocator = CachingAllocator()
     blocks = [allocator.allocate(20 * MIB) for _ in range(3)]
     for block in reversed(blocks):
         allocator.free(block)
@@ -105,11 +71,9 @@ def test_of_equal_blocks_the_first_is_taken() -> None:
 
 
 @pytest.mark.parametrize("limit_bytes", [math.inf, 60 * MIB])
-@pytest.mark.parametrize("expandable", [False, True])
-def test_any_sequence_keeps_the_books_in_order(expandable: bool, limit_bytes: float) -> None:
+def test_any_sequence_keeps_the_books_in_order(limit_bytes):
     draw = random.Random(0)
-    allocator = CachingAllocator(AllocatorSettings(expandable), limit_bytes)
-    live: list[tuple[Block, int]] = []
+    allocator, live = CachingAllocator(limit_bytes), []
     for number in range(3000):
         if live and draw.random() < 0.5:
             allocator.free(live.pop(draw.randrange(len(live)))[0])
@@ -124,21 +88,11 @@ def test_any_sequence_keeps_the_books_in_order(expandable: bool, limit_bytes: fl
                 assert num_bytes <= block.size <= num_bytes + MIB + 511
         if number % 300 == 0:
             allocator.empty_cache()
-        for is_small in (False, True):
-            spans = sorted((b.address, b.size) for b, _ in live if b.pool.is_small == is_small)
-            assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
+        spans = sorted((block.address, block.size) for block, _ in live)
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
         assert sum(block.size for block, _ in live) <= allocator.reserved_bytes
         assert allocator.reserved_bytes <= allocator.peak_reserved_bytes <= limit_bytes
     for block, _ in live:
         allocator.free(block)
     allocator.empty_cache()
     assert allocator.reserved_bytes == 0
-
-
-def test_the_setting_is_read_as_torch_reads_it() -> None:
-    text = "max_split_size_mb:128, expandable_segments:True,garbage_collection_threshold:0.8,backend:native"
-    older = {"PYTORCH_CUDA_ALLOC_CONF": text}
-    assert AllocatorSettings.from_environment(older).expandable_segments
-    newer = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
-    assert not AllocatorSettings.from_environment(newer | older).expandable_segments
-    assert not AllocatorSettings.from_environment({}).expandable_segments

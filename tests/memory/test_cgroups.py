@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from linnaeus.autobatch.memory.device import GIB
-from tests.memory.conftest import MACHINE, MIB, Cgroups, on_linux
+from tests.memory.conftest import MACHINE, MIB, on_linux
 
 pytestmark = on_linux
 V1_LINES = ("12:pids:/job", "11:cpu,memory:/job/step", "1:name=systemd:/init.scope")
@@ -14,9 +14,7 @@ V1_LINES = ("12:pids:/job", "11:cpu,memory:/job/step", "1:name=systemd:/init.sco
 
 @pytest.mark.parametrize(("outer", "inner"), [(900 * MIB, 300 * MIB), (300 * MIB, 900 * MIB)])
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_the_tightest_of_nested_limits_holds(
-    cgroups: Cgroups, version: str, outer: int, inner: int
-) -> None:
+def test_the_tightest_of_nested_limits_holds(cgroups, version, outer, inner):
     cgroups.join(*(V1_LINES if version == "v1" else ["0::/job/step"]))
     write = cgroups.v1 if version == "v1" else cgroups.v2
     write("/job", outer)
@@ -27,7 +25,7 @@ def test_the_tightest_of_nested_limits_holds(
     assert cgroups.available() == min(300 * MIB, psutil.virtual_memory().available)
 
 
-def test_both_versions_may_be_mounted(cgroups: Cgroups) -> None:
+def test_both_versions_may_be_mounted(cgroups):
     cgroups.join(*V1_LINES, "0::/unified")
     cgroups.v1("/job/step", 700 * MIB)
     assert cgroups.memory().total_bytes == 700 * MIB
@@ -36,7 +34,7 @@ def test_both_versions_may_be_mounted(cgroups: Cgroups) -> None:
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_a_container_sees_its_own_group_at_the_root(cgroups: Cgroups, version: str) -> None:
+def test_a_container_sees_its_own_group_at_the_root(cgroups, version):
     """The path is the host's, and does not exist inside."""
     cgroups.join("4:memory:/docker/0a1b2c" if version == "v1" else "0::/docker/0a1b2c")
     (cgroups.v1 if version == "v1" else cgroups.v2)("/", 400 * MIB)
@@ -44,13 +42,13 @@ def test_a_container_sees_its_own_group_at_the_root(cgroups: Cgroups, version: s
 
 
 @pytest.mark.parametrize("path", ["/../..", "/../sibling", "//", "/a:b", "/with space"])
-def test_odd_paths_end_at_the_root(cgroups: Cgroups, path: str) -> None:
+def test_odd_paths_end_at_the_root(cgroups, path):
     cgroups.join(f"0::{path}")
     cgroups.v2("/", 400 * MIB)
     assert cgroups.memory().total_bytes == 400 * MIB
 
 
-def test_no_limit_is_the_machine(cgroups: Cgroups) -> None:
+def test_no_limit_is_the_machine(cgroups):
     assert cgroups.memory().total_bytes == MACHINE  # no membership file
     cgroups.join("4:memory:/job", "0::/job")
     assert cgroups.memory().total_bytes == MACHINE  # no such groups
@@ -63,14 +61,14 @@ def test_no_limit_is_the_machine(cgroups: Cgroups) -> None:
 
 
 @pytest.mark.parametrize("line", ["", "nonsense", "0:", "::"])
-def test_broken_lines_of_the_membership_do_not_hide_the_others(cgroups: Cgroups, line: str) -> None:
+def test_broken_lines_of_the_membership_do_not_hide_the_others(cgroups, line):
     cgroups.join(line, "0::/job", line)
     cgroups.v2("/job", 300 * MIB)
     assert cgroups.memory().total_bytes == 300 * MIB
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_what_the_kernel_can_reclaim_is_available(cgroups: Cgroups, version: str) -> None:
+def test_what_the_kernel_can_reclaim_is_available(cgroups, version):
     cgroups.join("4:memory:/job" if version == "v1" else "0::/job")
     write = cgroups.v1 if version == "v1" else cgroups.v2
     write("/job", 300 * MIB, used=250 * MIB, inactive=100 * MIB)
@@ -79,9 +77,7 @@ def test_what_the_kernel_can_reclaim_is_available(cgroups: Cgroups, version: str
     assert cgroups.available() == 0
 
 
-def test_the_ranks_of_a_host_share_its_memory(
-    cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ranks_of_a_host_share_its_memory(cgroups, monkeypatch):
     cgroups.join("0::/job")
     cgroups.v2("/job", 300 * MIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")

@@ -5,22 +5,17 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.finder import _warn_once
 from linnaeus.autobatch.memory.device import GIB, AcceleratorMemory, CudaMemory, device_memory
 from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.autobatch.observer import SearchObserver
-from linnaeus.autobatch.search import TrialRecord
 from linnaeus.runtime.errors import AutoBatchError
-from tests.helpers.runs import SMALL, Run
+from tests.helpers.runs import SMALL
 from tests.phantom import is_on
 from tests.phantom.build import on_phantoms
 
@@ -33,37 +28,37 @@ GPU = torch.device("cuda", 0)
 MIB = 1024**2
 
 
-def mebibytes(number: int) -> Tensor:
+def mebibytes(number):
     return torch.empty(number * MIB, dtype=torch.uint8, device=GPU)
 
 
 class Others:
     """Memory beside the allocator: it is of this process, but counts as that of others does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         name = None if is_on() else f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}"
         self._runtime = ctypes.CDLL(name)
-        self._blocks: list[ctypes.c_void_p] = []
+        self._blocks = []
 
-    def take(self, num_bytes: int) -> None:
+    def take(self, num_bytes):
         block = ctypes.c_void_p()
         assert self._runtime.cudaMalloc(ctypes.byref(block), ctypes.c_size_t(num_bytes)) == 0
         self._blocks.append(block)
 
-    def leave(self) -> None:
+    def leave(self):
         while self._blocks:
             assert self._runtime.cudaFree(self._blocks.pop()) == 0
 
 
 @pytest.fixture
-def others() -> Iterator[Others]:
+def others():
     arriving = Others()
     yield arriving
     arriving.leave()
 
 
 @pytest.fixture(autouse=True)
-def _as_at_the_start() -> Iterator[None]:
+def _as_at_the_start():
     _warn_once.cache_clear()
     CudaMemory(GPU).clean()
     yield
@@ -75,9 +70,7 @@ def _as_at_the_start() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", [CudaMemory, AcceleratorMemory])
-def test_the_budget_is_the_fraction_less_what_others_and_the_context_hold(
-    kind: Callable[[torch.device], AcceleratorMemory], others: Others
-) -> None:
+def test_the_budget_is_the_fraction_less_what_others_and_the_context_hold(kind, others):
     memory = kind(GPU)
     outside = memory.outside()
     budget = memory.budget(0.8, None)
@@ -91,7 +84,7 @@ def test_the_budget_is_the_fraction_less_what_others_and_the_context_hold(
     assert memory.in_use() >= held.nbytes
 
 
-def test_peak_and_use_are_what_the_allocator_reserves() -> None:
+def test_peak_and_use_are_what_the_allocator_reserves():
     memory = device_memory(GPU)
     before = memory.in_use()
     memory.reset_peak()
@@ -109,8 +102,8 @@ def test_peak_and_use_are_what_the_allocator_reserves() -> None:
 
 
 def test_older_torch_has_no_memory_functions_in_its_accelerator_module(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     for name in dir(torch.accelerator):
         if "memory" in name or name == "empty_cache":
             monkeypatch.delattr(torch.accelerator, name)
@@ -129,7 +122,7 @@ def test_older_torch_has_no_memory_functions_in_its_accelerator_module(
 # --- the cap ---
 
 
-def test_the_cap_refuses_what_is_above_it_and_is_gone_afterwards() -> None:
+def test_the_cap_refuses_what_is_above_it_and_is_gone_afterwards():
     memory = CudaMemory(GPU)
     with memory.cap(memory.in_use() + 100 * MIB):
         held = mebibytes(100)
@@ -139,7 +132,7 @@ def test_the_cap_refuses_what_is_above_it_and_is_gone_afterwards() -> None:
     assert held.nbytes + mebibytes(200).nbytes == 300 * MIB
 
 
-def test_a_cap_that_the_user_has_set_is_never_raised() -> None:
+def test_a_cap_that_the_user_has_set_is_never_raised():
     memory = CudaMemory(GPU)
     torch.cuda.set_per_process_memory_fraction(0.03, GPU)
     allowed = torch.cuda.get_per_process_memory_fraction(GPU)
@@ -151,7 +144,7 @@ def test_a_cap_that_the_user_has_set_is_never_raised() -> None:
     assert torch.cuda.get_per_process_memory_fraction(GPU) == allowed
 
 
-def test_an_ambiguous_error_counts_if_the_allocator_has_refused_a_request() -> None:
+def test_an_ambiguous_error_counts_if_the_allocator_has_refused_a_request():
     memory = CudaMemory(GPU)
     error = RuntimeError("CUDNN_STATUS_NOT_SUPPORTED")
     with memory.cap(memory.in_use() + 100 * MIB):
@@ -168,7 +161,7 @@ def test_an_ambiguous_error_counts_if_the_allocator_has_refused_a_request() -> N
     assert not memory.refused(error), "nor is it evidence for what comes"
 
 
-def test_an_ambiguous_error_counts_if_little_is_free_for_libraries(others: Others) -> None:
+def test_an_ambiguous_error_counts_if_little_is_free_for_libraries(others):
     memory = CudaMemory(GPU)
     error = RuntimeError(
         "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
@@ -182,23 +175,23 @@ def test_an_ambiguous_error_counts_if_little_is_free_for_libraries(others: Other
 # --- searches ---
 
 
-def make_batch(size: int) -> Tensor:
+def make_batch(size):
     """One MiB a sample."""
     return mebibytes(size)
 
 
-def step(batch: Tensor) -> None:
+def step(batch):
     """Two MiB a sample with its batch, and no state."""
     torch.empty_like(batch)
 
 
-def fraction(room_bytes: int) -> float:
+def fraction(room_bytes):
     """The fraction of the device that leaves so much to this process."""
     memory = CudaMemory(GPU)
     return (memory.outside() + room_bytes) / memory.total_bytes
 
 
-def find(room_bytes: int = GIB, **arguments: Any) -> AutoBatchResult:
+def find(room_bytes=GIB, **arguments):
     arguments.setdefault("target_memory_fraction", fraction(room_bytes))
     return auto_find_batch_size(
         arguments.pop("step", step),
@@ -210,19 +203,19 @@ def find(room_bytes: int = GIB, **arguments: Any) -> AutoBatchResult:
 
 @pytest.mark.parametrize("is_absurd", [True, False])
 def test_a_size_that_asks_for_too_much_in_one_piece_counts_as_out_of_memory(
-    is_absurd: bool,
-) -> None:
+    is_absurd,
+):
     """For far more than there is, or for all that there is."""
     asked_bytes = 1 << 50 if is_absurd else CudaMemory(GPU).total_bytes
 
-    def step(batch: Tensor) -> None:
+    def step(batch):
         torch.empty(asked_bytes if len(batch) > 5 * MIB else 1, dtype=torch.uint8, device=GPU)
 
     result = find(step=step, max_batch_size=32)
     assert (result.batch_size, result.certified, result.limited_by) == (5, True, "memory")
 
 
-def test_a_run_on_the_device_finds_its_sizes_and_trains_with_them(run: Run, tmp_path: Path) -> None:
+def test_a_run_on_the_device_finds_its_sizes_and_trains_with_them(run, tmp_path):
     outcome = run(
         *SMALL,
         "EXPERIMENT.DEVICE=cuda",
@@ -246,10 +239,10 @@ def test_a_run_on_the_device_finds_its_sizes_and_trains_with_them(run: Run, tmp_
 class Arriving(SearchObserver):
     """Others take memory after some trials of a search, then after each further one that has a size left."""
 
-    def __init__(self, others: Others, num_trials: int, *bytes_of_each: int) -> None:
+    def __init__(self, others, num_trials, *bytes_of_each):
         self._others, self._num_trials, self._rest = others, num_trials, [*bytes_of_each]
 
-    def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
+    def trial_finished(self, trial, budget_bytes):
         self._num_trials -= 1
         if self._num_trials <= 0 and self._rest:
             empty_cache(GPU)
@@ -257,12 +250,10 @@ class Arriving(SearchObserver):
 
 
 @pytest.mark.parametrize("moment", [2, 6, 9])
-def test_whoever_arrives_while_sizes_are_tried_leaves_a_size_that_fits(
-    moment: int, others: Others, caplog: pytest.LogCaptureFixture
-) -> None:
-    steps: list[int] = []
+def test_whoever_arrives_while_sizes_are_tried_leaves_a_size_that_fits(moment, others, caplog):
+    steps = []
 
-    def step_and_meet(batch: Tensor) -> None:
+    def step_and_meet(batch):
         steps.append(len(batch) // MIB)
         if len(steps) == moment:
             empty_cache(GPU)
@@ -283,8 +274,8 @@ def test_whoever_arrives_while_sizes_are_tried_leaves_a_size_that_fits(
 
 @pytest.mark.parametrize("arrivals", [[GIB], [GIB, 100 * MIB, 100 * MIB]], ids=len)
 def test_whoever_arrives_before_the_confirmation_is_named_and_leaves_a_size_that_fits(
-    arrivals: list[int], others: Others, caplog: pytest.LogCaptureFixture
-) -> None:
+    arrivals, others, caplog
+):
     """The negative control: what was found before would not fit."""
     caplog.set_level(logging.INFO, "linnaeus.autobatch")
     share = fraction(3 * GIB)
@@ -303,9 +294,7 @@ def test_whoever_arrives_before_the_confirmation_is_named_and_leaves_a_size_that
 
 
 @pytest.mark.parametrize("is_early", [False, True])
-def test_when_others_leave_nothing_the_error_names_what_they_hold(
-    is_early: bool, others: Others
-) -> None:
+def test_when_others_leave_nothing_the_error_names_what_they_hold(is_early, others):
     share = fraction(GIB)
     if is_early:
         others.take(GIB)
@@ -348,7 +337,7 @@ print(looks_larger(), *(text.split()[0] for text in memory.caveats()))
         ("max_split_size", "max_split_size_mb:32"),
     ],
 )
-def test_settings_under_which_a_trial_looks_smaller_are_named(name: str, setting: str) -> None:
+def test_settings_under_which_a_trial_looks_smaller_are_named(name, setting):
     """Blocks that training keeps are released under the cap, and no retry tells."""
     shown = on_phantoms("-c", SETTINGS.replace("SETTING", setting), total_gib=1)
     assert shown.split() == ["True", "False", name]
@@ -358,9 +347,7 @@ def test_settings_under_which_a_trial_looks_smaller_are_named(name: str, setting
     ("share", "limit_gb", "num_warnings"),
     [(0.97, None, 0), (0.98, None, 1), (0.97, 0.5, 0), (1.0, 0.5, 1), (1.0, 50, 1)],
 )
-def test_a_fraction_that_leaves_no_room_is_warned_about_once(
-    share: float, limit_gb: float | None, num_warnings: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fraction_that_leaves_no_room_is_warned_about_once(share, limit_gb, num_warnings, caplog):
     for _ in range(2):
         find(target_memory_fraction=share, memory_limit_gb=limit_gb, max_batch_size=4)
     texts = [record.message for record in caplog.records if record.levelno >= logging.WARNING]

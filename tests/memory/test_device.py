@@ -11,7 +11,7 @@ from linnaeus.autobatch.memory.device import AcceleratorMemory, device_memory
 
 
 @pytest.mark.parametrize("kind", ["meta", "hpu", "mps", "xpu"])
-def test_a_device_that_is_not_there_is_named(kind: str) -> None:
+def test_a_device_that_is_not_there_is_named(kind):
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if present is not None and present.type == kind:
         pytest.skip(f"there is an {kind} device")
@@ -19,7 +19,7 @@ def test_a_device_that_is_not_there_is_named(kind: str) -> None:
         device_memory(torch.device(kind))
 
 
-def test_what_others_hold_is_no_part_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_hold_is_no_part_of_the_budget(monkeypatch):
     card = SimpleNamespace(
         max_memory_reserved=None,
         memory_reserved=lambda device: 100,

@@ -36,13 +36,13 @@ CARD_GIB = {
 """What is printed on the card."""
 
 
-def test_torch_sees_a_little_less_than_the_card_has() -> None:
+def test_torch_sees_a_little_less_than_the_card_has():
     assert GPUS.keys() == CARD_GIB.keys()
     for name, card_gib in CARD_GIB.items():
         assert 0.9 * card_gib * GIB < GPUS[name] < card_gib * GIB
 
 
-def test_names() -> None:
+def test_names():
     said_by_drivers = {
         "NVIDIA GeForce RTX 4090": "rtx-4090",
         "Tesla T4": "t4",

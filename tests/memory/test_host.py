@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -17,14 +15,14 @@ from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.memory.host import CpuMemory, status_bytes
 from tests.helpers import forks
 from tests.helpers.ledger import resident_bytes
-from tests.memory.conftest import CPU, MACHINE, MIB, Cgroups, on_linux
+from tests.memory.conftest import CPU, MACHINE, MIB, on_linux
 
 pytestmark = on_linux
 NOISE = 8 * MIB  # what the rest of the process takes or gives back between two readings
 
 
 @pytest.fixture(autouse=True)
-def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def _idle_machine(monkeypatch):
     """What else runs on this machine changes no budget."""
     monkeypatch.setattr(
         psutil, "virtual_memory", lambda: SimpleNamespace(total=MACHINE, available=MACHINE)
@@ -35,9 +33,7 @@ def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_the_budget_is_the_fraction_of_a_group_less_what_others_use(
-    cgroups: Cgroups, fraction: float
-) -> None:
+def test_the_budget_is_the_fraction_of_a_group_less_what_others_use(cgroups, fraction):
     cgroups.memory()  # the first one loads libraries
     total, others = (
         min(2 * GIB, MACHINE // 8),
@@ -49,7 +45,7 @@ def test_the_budget_is_the_fraction_of_a_group_less_what_others_use(
     assert budget == pytest.approx(fraction * total - others, abs=NOISE)
 
 
-def test_the_tightest_pool_decides_on_the_budget(cgroups: Cgroups) -> None:
+def test_the_tightest_pool_decides_on_the_budget(cgroups):
     """A wide group that is nearly full leaves less than a narrow one that is empty."""
     wide, narrow = min(4 * GIB, MACHINE // 4), min(2 * GIB, MACHINE // 8)
     cgroups.join("0::/wide/narrow")
@@ -60,15 +56,13 @@ def test_the_tightest_pool_decides_on_the_budget(cgroups: Cgroups) -> None:
     )
 
 
-def test_a_smaller_device_bounds_this_process_alone(cgroups: Cgroups) -> None:
+def test_a_smaller_device_bounds_this_process_alone(cgroups):
     assert cgroups.memory().budget(0.95, 64 * MIB) == int(0.95 * 64 * MIB)
     unlimited = cgroups.memory().budget(0.95, None)
     assert cgroups.memory().budget(0.95, 100 * MACHINE) == pytest.approx(unlimited, abs=GIB)
 
 
-def test_the_ranks_of_a_host_divide_the_budget_evenly(
-    cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ranks_of_a_host_divide_the_budget_evenly(cgroups, monkeypatch):
     """What all ranks hold is theirs to share: this process, and whatever runs beside it."""
     total, used = GIB, MACHINE
     cgroups.join("0::/job")
@@ -88,7 +82,7 @@ def test_the_ranks_of_a_host_divide_the_budget_evenly(
 
 
 @pytest.fixture(scope="module")
-def loaded() -> None:
+def loaded():
     """A process that has loaded the libraries of a step: their pages are memory that it holds."""
     memory = CpuMemory(CPU)
     with memory.cap(memory.in_use() + GIB):
@@ -96,7 +90,7 @@ def loaded() -> None:
 
 
 @pytest.fixture
-def memory(loaded: None) -> Iterator[CpuMemory]:
+def memory(loaded):
     memory = CpuMemory(CPU)
     memory.clean()
     memory.settle()  # without what the C library kept of earlier tests
@@ -104,7 +98,7 @@ def memory(loaded: None) -> Iterator[CpuMemory]:
     memory.clean()
 
 
-def test_the_peak_of_tensors_is_exact_and_stays_until_it_is_reset(memory: CpuMemory) -> None:
+def test_the_peak_of_tensors_is_exact_and_stays_until_it_is_reset(memory):
     with memory.cap(memory.in_use() + GIB):
         memory.reset_peak()
         before = memory.in_use()
@@ -141,7 +135,7 @@ print(memory.in_use(), resident_bytes())
 """
 
 
-def test_what_the_process_held_before_counts_as_the_system_does(tmp_path: Path) -> None:
+def test_what_the_process_held_before_counts_as_the_system_does(tmp_path):
     """Tensors, and objects of Python that are loaded between two searches."""
     done = forks.python("-c", HELD_AND_RESIDENT, cwd=tmp_path)
     assert done.code == 0, done.err
@@ -151,9 +145,7 @@ def test_what_the_process_held_before_counts_as_the_system_does(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("unseen_mib", "counts"), [(2, False), (300, True)])
-def test_memory_that_no_operation_returns_counts_if_it_is_much(
-    memory: CpuMemory, unseen_mib: int, counts: bool
-) -> None:
+def test_memory_that_no_operation_returns_counts_if_it_is_much(memory, unseen_mib, counts):
     """It raises the peak after it was freed, and ends a large operation while it is held."""
     with memory.cap(memory.in_use() + 350 * MIB):
         held = allocate(20 * MIB)
@@ -186,7 +178,7 @@ print(freed_mib())
 """
 
 
-def test_freed_blocks_return_to_the_system_in_trials_alone(tmp_path: Path) -> None:
+def test_freed_blocks_return_to_the_system_in_trials_alone(tmp_path):
     """Gaps between blocks would make two trials of a size peak differently. Training uses them again."""
     done = forks.python("-c", FREED, cwd=tmp_path)
     in_trial, in_training = map(float, done.out.split())
@@ -195,9 +187,7 @@ def test_freed_blocks_return_to_the_system_in_trials_alone(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("missing", ["status", "clear_refs"])
-def test_a_system_that_does_not_tell_the_peak_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
+def test_a_system_that_does_not_tell_the_peak_is_refused(tmp_path, monkeypatch, missing):
     files = {"status": "VmRSS: 4 kB\nVmHWM: 4 kB", "clear_refs": ""}
     monkeypatch.setattr(host, "PROCESS", tmp_path)
     for name, text in files.items():
@@ -212,7 +202,7 @@ def test_a_system_that_does_not_tell_the_peak_is_refused(
 # -- the cap
 
 
-def train_once() -> float:
+def train_once():
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5)
@@ -225,7 +215,7 @@ def train_once() -> float:
     return loss.item()
 
 
-def allocate(num_bytes: int) -> torch.Tensor:
+def allocate(num_bytes):
     return torch.ones(num_bytes, dtype=torch.uint8)
 
 
@@ -237,9 +227,7 @@ def allocate(num_bytes: int) -> torch.Tensor:
         lambda rows: rows.repeat(1 << 16, 1),
     ],
 )
-def test_an_operation_far_above_the_cap_does_not_begin(
-    memory: CpuMemory, operation: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def test_an_operation_far_above_the_cap_does_not_begin(memory, operation):
     """The system would end the process instead of refusing."""
     expected = train_once()
     rows = torch.ones(1 << 18, 2)
@@ -253,7 +241,7 @@ def test_an_operation_far_above_the_cap_does_not_begin(
     assert train_once() == expected
 
 
-def test_the_operation_that_takes_the_tensors_above_the_cap_fails(memory: CpuMemory) -> None:
+def test_the_operation_that_takes_the_tensors_above_the_cap_fails(memory):
     """To the byte."""
     with memory.cap(memory.in_use() + 10 * MIB):
         half = allocate(5 * MIB)
@@ -266,7 +254,7 @@ def test_the_operation_that_takes_the_tensors_above_the_cap_fails(memory: CpuMem
         assert torch.ones(1) == 1
 
 
-def test_under_a_cap_below_what_is_held_nothing_runs(memory: CpuMemory) -> None:
+def test_under_a_cap_below_what_is_held_nothing_runs(memory):
     for cap_bytes in (-(1 << 40), 0, 1):
         with memory.cap(cap_bytes), pytest.raises(MemoryError):
             torch.ones(1)
@@ -294,7 +282,7 @@ for _ in range(3):
 
 
 @pytest.mark.slow
-def test_a_later_search_holds_what_the_first_one_held(tmp_path: Path) -> None:
+def test_a_later_search_holds_what_the_first_one_held(tmp_path):
     done = forks.python("-c", SEARCHES, cwd=tmp_path)
     assert done.code == 0, done.err
     first, *later = map(int, done.out.split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ OUT_OF_MEMORY = [
 
 
 @pytest.mark.parametrize("message", OUT_OF_MEMORY)
-def test_every_library_is_understood(message: str) -> None:
+def test_every_library_is_understood(message):
     error = RuntimeError(message)
     assert is_out_of_memory(error)
     assert is_out_of_memory(torch.AcceleratorError(message))
@@ -65,12 +64,12 @@ def test_every_library_is_understood(message: str) -> None:
     ],
     ids=repr,
 )
-def test_errors_of_the_right_type_need_no_text(error: BaseException) -> None:
+def test_errors_of_the_right_type_need_no_text(error):
     assert is_out_of_memory(error)
     assert is_out_of_memory(raised_from(RuntimeError("failed"), error))
 
 
-def test_errors_of_numba_count_although_their_type_is_its_own() -> None:
+def test_errors_of_numba_count_although_their_type_is_its_own():
     for module, counts in (("numba.cuda.cudadrv.driver", True), ("trainer.errors", False)):
         kind = type("CudaAPIError", (Exception,), {"__module__": module})
         error = kind("[2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY")
@@ -93,7 +92,7 @@ TOO_LARGE = [
 
 
 @pytest.mark.parametrize("message", TOO_LARGE)
-def test_the_limit_of_a_kernel_is_understood(message: str) -> None:
+def test_the_limit_of_a_kernel_is_understood(message):
     assert exceeds_a_kernel(RuntimeError(message))
     assert exceeds_a_kernel(raised_from(KeyError("batch"), RuntimeError(message)))
     assert not is_out_of_memory(RuntimeError(message))
@@ -103,11 +102,11 @@ def test_the_limit_of_a_kernel_is_understood(message: str) -> None:
 @pytest.mark.parametrize(
     "message", ["[Errno 22] Invalid argument", "invalid argument for conv", "no such layer"]
 )
-def test_other_errors_are_no_limit_of_a_kernel(message: str) -> None:
+def test_other_errors_are_no_limit_of_a_kernel(message):
     assert not exceeds_a_kernel(RuntimeError(message))
 
 
-def test_a_real_allocation_that_nobody_can_serve_counts() -> None:
+def test_a_real_allocation_that_nobody_can_serve_counts():
     for allocate in (lambda: torch.empty(1 << 60), lambda: bytearray(1 << 60)):
         with pytest.raises((RuntimeError, MemoryError)) as caught:
             allocate()
@@ -144,13 +143,13 @@ def test_a_real_allocation_that_nobody_can_serve_counts() -> None:
     ],
     ids=repr,
 )
-def test_no_other_error_counts(error: BaseException | None) -> None:
+def test_no_other_error_counts(error):
     assert not is_out_of_memory(error)
     if error is not None:
         assert not is_out_of_memory(raised_from(RuntimeError("failed"), error))
 
 
-def test_an_error_is_judged_by_what_it_was_raised_from() -> None:
+def test_an_error_is_judged_by_what_it_was_raised_from():
     """A chain may bite its tail."""
     first, second = RuntimeError("first"), RuntimeError("second")
     first.__cause__, second.__cause__ = second, first
@@ -159,32 +158,32 @@ def test_an_error_is_judged_by_what_it_was_raised_from() -> None:
     assert is_out_of_memory(first)
 
 
-def failing_step() -> None:
+def failing_step():
     torch.empty(1 << 60)
 
 
-def replacing_step() -> None:
+def replacing_step():
     try:
         failing_step()
     except RuntimeError:
         raise ValueError("the step has failed")  # noqa: B904
 
 
-def hiding_step() -> None:
+def hiding_step():
     try:
         failing_step()
     except RuntimeError:
         raise ValueError("the step has failed") from None
 
 
-def broken_step() -> None:
+def broken_step():
     raise ValueError("the step has failed")
 
 
 @pytest.mark.parametrize(
     ("step", "counts"), [(replacing_step, True), (hiding_step, False), (broken_step, False)]
 )
-def test_an_error_is_judged_by_what_it_has_replaced(step: Callable[[], None], counts: bool) -> None:
+def test_an_error_is_judged_by_what_it_has_replaced(step, counts):
     """But not by an error that was handled around the whole step."""
     with pytest.raises(ValueError, match="step") as alone:
         step()

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.helpers.ledger import Ledger
 
 
-def test_a_new_storage_is_reported_once_and_freed_with_its_last_view() -> None:
+def test_a_new_storage_is_reported_once_and_freed_with_its_last_view():
     ledger = Ledger()
     with ledger:
         block = torch.ones(1000)
@@ -25,7 +25,7 @@ def test_a_new_storage_is_reported_once_and_freed_with_its_last_view() -> None:
     assert ledger.live_bytes == 0  # the mode is off by now
 
 
-def test_what_was_there_before_is_not_reported() -> None:
+def test_what_was_there_before_is_not_reported():
     before = torch.ones(1000)
     ledger = Ledger()
     with ledger:
@@ -41,7 +41,7 @@ def test_what_was_there_before_is_not_reported() -> None:
     assert ledger.live_bytes == 40
 
 
-def test_a_storage_that_is_resized_counts_with_its_new_size() -> None:
+def test_a_storage_that_is_resized_counts_with_its_new_size():
     ledger = Ledger()
     with ledger:
         block = torch.empty(10)
@@ -51,21 +51,21 @@ def test_a_storage_that_is_resized_counts_with_its_new_size() -> None:
     assert ledger.live_bytes == 0
 
 
-def test_sparse_tensors_count_by_their_parts() -> None:
+def test_sparse_tensors_count_by_their_parts():
     ledger = Ledger()
     with ledger:
         sparse = torch.eye(100).to_sparse()
         assert ledger.live_bytes == sparse._indices().nbytes + sparse._values().nbytes
 
 
-def test_literal_values_count() -> None:
+def test_literal_values_count():
     ledger = Ledger()
     with ledger:
         literal = torch.tensor([1.0, 2.0])
         assert ledger.live_bytes == literal.nbytes
 
 
-def test_an_error_of_the_callback_frees_what_the_operation_allocated() -> None:
+def test_an_error_of_the_callback_frees_what_the_operation_allocated():
     ledger = Ledger(limit_bytes=5000)
     with ledger:
         kept = torch.ones(1000)
@@ -75,9 +75,9 @@ def test_an_error_of_the_callback_frees_what_the_operation_allocated() -> None:
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_gradients_meet_in_place_unless_a_hook_keeps_one(is_kept: bool) -> None:
+def test_gradients_meet_in_place_unless_a_hook_keeps_one(is_kept):
     """As autograd does it without a dispatch mode."""
-    kept: list[torch.Tensor] = []
+    kept = []
     x = torch.ones(1000, requires_grad=True)
     with Ledger():
         y = x * 1
@@ -92,13 +92,13 @@ def test_gradients_meet_in_place_unless_a_hook_keeps_one(is_kept: bool) -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_peak_and_rest_of_a_training_step_agree_with_the_profiler(checkpointed: bool) -> None:
+def test_peak_and_rest_of_a_training_step_agree_with_the_profiler(checkpointed):
     """The profiler sees every call of the allocator, kernels' own scratch memory included."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))
     optimizer = torch.optim.AdamW(layers.parameters())
 
-    def step() -> None:
+    def step():
         x = torch.randn(512, 256)
         for layer in layers:
             x = (
@@ -110,7 +110,7 @@ def test_peak_and_rest_of_a_training_step_agree_with_the_profiler(checkpointed: 
         optimizer.step()
         optimizer.zero_grad()
 
-    def forget() -> None:
+    def forget():
         optimizer.state.clear()
         gc.collect()
 

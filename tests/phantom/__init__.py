@@ -3,6 +3,6 @@
 import os
 
 
-def is_on() -> bool:
+def is_on():
     """Whether this process has phantom GPUs."""
     return "libphantom_cuda" in os.environ.get("LD_PRELOAD", "")

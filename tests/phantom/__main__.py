@@ -18,7 +18,7 @@ import tempfile
 from tests.phantom.build import CannotBuildError, environment
 
 
-def has_card() -> bool:
+def has_card():
     """Whether the driver finds a card; asked without torch, which takes seconds to import."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -32,7 +32,7 @@ def has_card() -> bool:
     )
 
 
-def main(command: list[str]) -> int:
+def main(command):
     if has_card():
         return subprocess.run(command, check=False).returncode
     with tempfile.TemporaryDirectory(prefix="phantom-", dir="/dev/shm") as folder:

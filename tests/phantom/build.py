@@ -48,7 +48,7 @@ class CannotBuildError(unittest.SkipTest):
     """What is missing for a phantom, in a sentence. A test that raises it is skipped."""
 
 
-def library() -> Path:
+def library():
     """The folder with `libphantom_cuda.so`; builds it if there is none.
 
     Raises:
@@ -81,7 +81,7 @@ def library() -> Path:
     return folder
 
 
-def environment(**settings: object) -> dict[str, str]:
+def environment(**settings):
     """The environment of a process with phantom GPUs.
 
     Args:
@@ -99,7 +99,7 @@ def environment(**settings: object) -> dict[str, str]:
     return {**os.environ, **given}
 
 
-def on_phantoms(*arguments: str, **settings: object) -> str:
+def on_phantoms(*arguments, **settings):
     """What Python prints with these arguments, on cards of its own.
 
     Args:
@@ -121,7 +121,7 @@ def on_phantoms(*arguments: str, **settings: object) -> str:
     return done.stdout
 
 
-def _build(folder: Path, site: Path) -> None:
+def _build(folder, site):
     include = [f"-I{HERE}", *(f"-isystem{site / name / 'include'}" for name in HEADERS)]
     compilers = [
         subprocess.Popen(
@@ -146,9 +146,9 @@ def _build(folder: Path, site: Path) -> None:
         (folder / name).symlink_to(linked.name)
 
 
-def _stubs(torch_libraries: Path, objects: list[Path]) -> str:
+def _stubs(torch_libraries, objects):
     """A function for each one of CUDA that torch's libraries need and the phantom does not define."""
-    needed: set[str] = set()
+    needed = set()
     for path in sorted(torch_libraries.glob("lib*.so*")):
         if re.match(r"lib(torch|c10|caffe2)", path.name) and "nvshmem" not in path.name:
             needed |= {
@@ -163,6 +163,6 @@ def _stubs(torch_libraries: Path, objects: list[Path]) -> str:
     return "extern void phantom_told(const char*);\n" + "".join(lines)
 
 
-def _symbols(*arguments: str | Path) -> set[str]:
+def _symbols(*arguments):
     out = subprocess.run(["nm", *arguments], capture_output=True, text=True, check=True).stdout
     return {line.split()[-1].split("@")[0] for line in out.splitlines() if line.split()}

@@ -23,7 +23,7 @@ from linnaeus.autobatch.state.sharded import fake_job
 from tests.phantom.training import FEATURES, FORMATS, OPTIMIZERS, Case, Training
 
 
-def measured(case: Case, n: int) -> int:
+def measured(case, n):
     """Most bytes that torch reserves in four steps, from an empty allocator on."""
     clean()
     training = Training(case)
@@ -33,13 +33,13 @@ def measured(case: Case, n: int) -> int:
     return torch.cuda.max_memory_reserved()
 
 
-def clean() -> None:
+def clean():
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("sizes", type=int, nargs="+")
@@ -60,7 +60,7 @@ def main() -> None:
         compare(case, options.sizes)
 
 
-def compare(case: Case, sizes: list[int]) -> None:
+def compare(case, sizes):
     real = {n: measured(case, n) for n in sizes}
     training = Training(case)
     found = predict(

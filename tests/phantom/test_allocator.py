@@ -9,11 +9,11 @@ from tests.phantom.build import on_phantoms
 
 PROGRAM = """
 import random, sys, torch
-from linnaeus.autobatch.predict.allocator import AllocatorSettings, CachingAllocator
+from linnaeus.autobatch.predict.allocator import CachingAllocator
 draw, fraction, live, refused = random.Random(0), float(sys.argv[1]), [], 0
 free_bytes, total_bytes = torch.cuda.mem_get_info()
 torch.cuda.set_per_process_memory_fraction(fraction)
-model = CachingAllocator(AllocatorSettings.from_environment(), min(free_bytes, fraction * total_bytes))
+model = CachingAllocator(min(free_bytes, fraction * total_bytes))
 for _ in range(2000):
     if live and draw.random() < 0.47:
         pointer, block = live.pop(draw.randrange(len(live)))
@@ -34,13 +34,7 @@ print(refused, torch.cuda.memory_stats()["num_alloc_retries"])
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("expandable", [False, True])
-def test_a_full_card_serves_and_refuses_the_same(
-    expandable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With expandable segments a fraction counts requests, not pages; there, others hold the rest."""
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{expandable}")
-    fraction, others = ("1", 63) if expandable else ("0.015625", 0)
-    shown = on_phantoms("-c", PROGRAM, fraction, total_gib=64, other_gib=others, context_mib=0)
+def test_a_full_card_serves_and_refuses_the_same():
+    shown = on_phantoms("-c", PROGRAM, "0.015625", total_gib=64, other_gib=0, context_mib=0)
     refused, retries = map(int, shown.split())
     assert 0 < refused < retries

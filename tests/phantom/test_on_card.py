@@ -19,7 +19,7 @@ PARTS = ["device", "tests", "truth", "finders", "ddp", "bf16", "overhead"]
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.skipif(not is_on(), reason="a real GPU takes the whole script")
-def test_all_parts_of_the_script_for_a_gpu_run(tmp_path: Path) -> None:
+def test_all_parts_of_the_script_for_a_gpu_run(tmp_path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "benchmarks/on_card.sh", str(tmp_path)],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -43,15 +41,13 @@ print(total // 2**20, start // 2**20)
 
 @pytest.mark.parametrize("segments", ["expandable_segments:False", "expandable_segments:True"])
 @pytest.mark.parametrize(("total", "other"), [(8, 0), (24, 3), (80, 0)])
-def test_a_card_has_the_memory_that_it_was_given(
-    total: int, other: int, segments: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_has_the_memory_that_it_was_given(total, other, segments, monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", segments)
     shown = on_phantoms("-c", MEMORY, total_gib=total, other_gib=other, context_mib=300)
     assert shown.split() == [str(1024 * total), str(1024 * (total - other) - 300)]
 
 
-def trained(amp: torch.dtype | None, **options: Any) -> list[float]:
+def trained(amp, **options):
     """The losses of some steps."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -78,13 +74,13 @@ def trained(amp: torch.dtype | None, **options: Any) -> list[float]:
 
 @pytest.mark.parametrize("amp", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": False}])
-def test_a_small_model_trains(amp: torch.dtype | None, options: dict[str, bool]) -> None:
+def test_a_small_model_trains(amp, options):
     losses = trained(amp, **options)
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_equal_seeds_give_equal_random_values() -> None:
-    def drawn() -> list[float]:
+def test_equal_seeds_give_equal_random_values():
+    def drawn():
         torch.cuda.manual_seed(3)
         return torch.cat([torch.rand(4, device="cuda"), torch.rand(4, device="cuda")]).tolist()
 
@@ -115,7 +111,7 @@ print(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 """
 
 
-def test_values_change_no_memory() -> None:
+def test_values_change_no_memory():
     plain, with_values = (on_phantoms("-c", RESIDUAL, name) for name in ("plain", "values"))
     assert plain == with_values
 
@@ -147,6 +143,6 @@ os.write(1, b"%d " % (torch.cuda.get_device_properties(rank).total_memory >> 30)
 """
 
 
-def test_two_unequal_cards_train_together() -> None:
+def test_two_unequal_cards_train_together():
     shown = on_phantoms(*ON_TWO_RANKS, COLLECTIVES, gpus=2, total_gib="40,24")
     assert sorted(shown.split()) == ["24", "40"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -67,9 +65,7 @@ print(size, *(reserved(n) <= most for n in (size, size + 1, int(1.02 * size) + 1
 
 
 @pytest.mark.parametrize("segments", ["False", "True"])
-def test_a_search_finds_what_training_can_use(
-    segments: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_finds_what_training_can_use(segments, monkeypatch):
     """With the tolerance 0, the next size does not fit in training; negative control: 2 % above breaks it."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{segments}")
     size, fits, next_fits, far_fits, kept = on_phantoms("-c", SEARCH, total_gib=8).split()
@@ -97,7 +93,7 @@ print("released")
 )
 
 
-def test_what_a_failed_backward_pass_held_is_released_before_the_next_trial() -> None:
+def test_what_a_failed_backward_pass_held_is_released_before_the_next_trial():
     """Torch's thread for the device releases it, at a time of its own.
 
     Without the wait for it, 12 searches of 72 on a busy machine found sizes that training had no room for.
@@ -126,7 +122,7 @@ else:
 
 
 @pytest.mark.parametrize(("kept", "expected"), [("[]", "leak"), ("deque(maxlen=1)", "True")])
-def test_a_step_that_keeps_every_output_has_no_size(kept: str, expected: str) -> None:
+def test_a_step_that_keeps_every_output_has_no_size(kept, expected):
     script = "from collections import deque\n" + KEEPING.replace("KEPT", kept)
     assert on_phantoms("-c", script).split() == [expected]
 
@@ -156,13 +152,13 @@ else:
 """
 
 
-def test_a_kernels_own_limit_bounds_the_size() -> None:
+def test_a_kernels_own_limit_bounds_the_size():
     """`torch.multinomial` takes no more than 2**24 categories."""
     limit = 'torch.multinomial(torch.ones(1024 * len(x), device="cuda"), 1)'
     assert on_phantoms("-c", LIMITED.replace("LIMIT", limit)).split() == ["16", "kernel", "kernel"]
 
 
-def test_any_other_error_at_a_large_size_ends_the_search() -> None:
+def test_any_other_error_at_a_large_size_ends_the_search():
     limit = "assert len(x) <= 16 * 1024 or x.view(7, -1) is None"
     assert "invalid for input of size" in on_phantoms("-c", LIMITED.replace("LIMIT", limit))
 
@@ -192,9 +188,7 @@ except AutoBatchError as error:
     ("first", "expected"),
     [("cpu", ["8", "24"]), ("cuda:1", ["8", "24"]), ("cuda:0", ["cuda:0", "cuda:1"])],
 )
-def test_the_device_is_the_only_accelerator_of_all_parameters(
-    first: str, expected: list[str]
-) -> None:
+def test_the_device_is_the_only_accelerator_of_all_parameters(first, expected):
     """An average on the host may come first; a model on two accelerators is refused by name."""
     program = PLACES.replace("FIRST", first)
     printed = on_phantoms("-c", program, gpus=2, total_gib="40,24")
@@ -220,9 +214,7 @@ except NotImplementedError as error:
         ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", "the"),
     ],
 )
-def test_an_allocator_that_is_not_counted_is_refused_by_name(
-    name: str, value: str, word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_allocator_that_is_not_counted_is_refused_by_name(name, value, word, monkeypatch):
     monkeypatch.setenv(name, value)
     assert on_phantoms("-c", SETTINGS).split() == [word, "FailedAllocations"]
 
@@ -239,7 +231,7 @@ change_current_allocator(CUDAPluggableAllocator(library, "take", "give"))
 """
 
 
-def test_an_allocator_that_is_not_torchs_is_refused(tmp_path: Path) -> None:
+def test_an_allocator_that_is_not_torchs_is_refused(tmp_path):
     shown = on_phantoms("-c", FOREIGN, str(tmp_path / "allocator.so"))
     assert shown.split() == ["the", "FailedAllocations"]
 
@@ -253,7 +245,7 @@ print(memory.total_bytes - memory.outside() > 1 << 30)
 
 
 @pytest.mark.parametrize("settings", [{}, {"integrated": 1}])
-def test_memory_shared_with_the_host_is_free_where_files_fill_it(settings: dict[str, int]) -> None:
+def test_memory_shared_with_the_host_is_free_where_files_fill_it(settings):
     shown = on_phantoms("-c", INTEGRATED, total_gib=16, other_gib=15.5, **settings)
     assert shown.split() == [str(bool(settings))]
 
@@ -270,7 +262,7 @@ print(torch.cuda.current_device())
 """
 
 
-def test_a_cap_on_the_second_card_leaves_the_current_one() -> None:
+def test_a_cap_on_the_second_card_leaves_the_current_one():
     assert on_phantoms("-c", SECOND_CARD, gpus=2, total_gib=4).split() == ["0", "1.0", "0.25", "0"]
 
 
@@ -296,7 +288,7 @@ os._exit(0)
 """
 
 
-def test_a_rank_makes_a_group_of_its_own_without_the_others() -> None:
+def test_a_rank_makes_a_group_of_its_own_without_the_others():
     assert on_phantoms(*ON_TWO_RANKS, ALONE, gpus=2).split() == ["alone", "alone"]
 
 
@@ -322,7 +314,7 @@ with join("cuda", DistConfig(TIMEOUT_MINUTES=0.05)) as world:
 @pytest.mark.skipif(
     not hasattr(torch.distributed.ProcessGroup, "register_abort_hook"), reason="before torch 2.15"
 )
-def test_a_collective_of_nccl_that_never_ends_tells_what_each_rank_does() -> None:
+def test_a_collective_of_nccl_that_never_ends_tells_what_each_rank_does():
     shown = on_phantoms(*ON_TWO_RANKS, HANGS, gpus=2)
     for text in ("DIST.TIMEOUT_MINUTES 0.05", "rank 0: step 7", "rank 1: step 8"):
         assert text in shown
@@ -353,7 +345,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("gib", [0, 3])
-def test_the_buffers_of_nccl_are_there_when_a_budget_is_read(gib: int) -> None:
+def test_the_buffers_of_nccl_are_there_when_a_budget_is_read(gib):
     shown = on_phantoms(*ON_TWO_RANKS, CONNECTED, gpus=2, nccl_mib=1024 * gib)
     assert shown.split() == [str(2 * gib)] * 2, "of the two ranks, and of the group of one rank"
 
@@ -391,7 +383,7 @@ os._exit(0)
 """
 
 
-def test_an_error_in_a_joint_step_leaves_no_rank_in_nccl() -> None:
+def test_an_error_in_a_joint_step_leaves_no_rank_in_nccl():
     """The process group can be used afterwards."""
     first, second, _ = on_phantoms(*ON_TWO_RANKS, JOINT, gpus=2).split("|")
     assert first == second == "AutoBatch: rank 1: KeyError: 'broken'; 4 after 8"

@@ -35,7 +35,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_prediction_is_what_torch_reserves(case: str) -> None:
+def test_the_prediction_is_what_torch_reserves(case):
     arguments, most = CASES[case]
     shown = on_phantoms("-m", "tests.phantom.compare", *arguments.split(), total_gib=80)
     errors = [float(error) / 100 for error in re.findall(r"\(([+-].*)%\)", shown)]

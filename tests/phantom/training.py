@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from linnaeus.config.schema import DistConfig
@@ -18,7 +16,7 @@ from linnaeus.runtime.distributed import World
 from linnaeus.training.sharding import shard
 
 FORMATS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, momentum=0.9),
     "AdamW": torch.optim.AdamW,
     "fused AdamW": partial(torch.optim.AdamW, fused=True),
@@ -29,7 +27,7 @@ FEATURES = ("channels-last", "checkpointing", "accumulation", "no-grad")
 class Layer(nn.ModuleDict):
     """A layer of `Gpt`."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width, heads):
         super().__init__(
             {
                 "norm1": nn.LayerNorm(width),
@@ -42,30 +40,30 @@ class Layer(nn.ModuleDict):
         )
         self.heads = heads
 
-    def forward(self, z: Tensor) -> Tensor:
+    def forward(self, z):
         q, k, v = (
             self["qkv"](self["norm1"](z)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         )
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         z = z + self["out"](y.transpose(1, 2).flatten(2))
-        result: Tensor = z + self["down"](functional.gelu(self["up"](self["norm2"](z))))
+        result = z + self["down"](functional.gelu(self["up"](self["norm2"](z))))
         return result
 
 
 class Gpt(nn.Module):
     """A decoder of sequences of 512 tokens."""
 
-    def __init__(self, width: int = 384, depth: int = 6, heads: int = 6, words: int = 8192) -> None:
+    def __init__(self, width=384, depth=6, heads=6, words=8192):
         super().__init__()
         self.words = nn.Embedding(words, width)
         self.blocks = nn.ModuleList(Layer(width, heads) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         z = self.words(x)
         for block in self.blocks:
             z = block(z)
-        logits: Tensor = self.head(self.norm(z))
+        logits = self.head(self.norm(z))
         return logits
 
 
@@ -82,10 +80,10 @@ class Case:
     features: tuple[str, ...] = ()
     shards: int = 0
 
-    def built(self) -> Any:
+    def built(self):
         """The model, on the CPU."""
         torch.manual_seed(0)
-        model: Any = Gpt() if self.model == "gpt" else timm.create_model(self.model)
+        model = Gpt() if self.model == "gpt" else timm.create_model(self.model)
         if "checkpointing" in self.features:
             model.set_grad_checkpointing(True)
         return model.train()
@@ -98,7 +96,7 @@ class Training:
         model: the case's, if it has been built before.
     """
 
-    def __init__(self, case: Case, device: str = "cuda", model: Any = None) -> None:
+    def __init__(self, case, device="cuda", model=None):
         self.case, self.device = case, device
         self.model = model or case.built()
         if case.shards:
@@ -116,10 +114,10 @@ class Training:
         self.scaler = torch.amp.GradScaler("cuda", enabled=case.format == "fp16")
 
     @property
-    def state(self) -> tuple[Any, ...]:
+    def state(self):
         return self.model, self.optimizer, self.scaler
 
-    def batch(self, size: int, device: str | None = None) -> tuple[Tensor, Tensor]:
+    def batch(self, size, device=None):
         with torch.device(device or self.device):
             if self._size is None:
                 tokens = torch.zeros(size, 512, dtype=torch.long)
@@ -129,7 +127,7 @@ class Training:
                 images = images.to(memory_format=torch.channels_last)
             return images, torch.zeros(size, dtype=torch.long)
 
-    def step(self, batch: tuple[Tensor, Tensor]) -> None:
+    def step(self, batch):
         is_gathered_in_it = self.case.shards and self.case.format == "bf16"
         dtype = None if is_gathered_in_it else FORMATS[self.case.format]
         for _ in range(2 if "accumulation" in self.case.features else 1):

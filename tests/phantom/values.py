@@ -17,8 +17,6 @@ import os
 import runpy
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, library
@@ -66,24 +64,22 @@ DYNAMIC_SHAPES = {
 """Shapes of their results depend on values: only the host can know them, whatever their size."""
 
 
-def _norm_backward(x: Any, grad: Any, *rest: Any) -> Any:
+def _norm_backward(x, grad, *rest):
     *weight_and_statistics, eps, _ = rest
     return aten.native_batch_norm_backward(grad, x, *weight_and_statistics, True, eps, [True] * 3)
 
 
-def _convolution(
-    x: Any, w: Any, padding: Any, stride: Any, dilation: Any, groups: int, *_: Any
-) -> Any:
+def _convolution(x, w, padding, stride, dilation, groups, *_):
     return aten.convolution(x, w, None, stride, padding, dilation, False, [0] * len(stride), groups)
 
 
-def _depthwise(x: Any, w: Any, _: Any, bias: Any, stride: Any, padding: Any, dilation: Any) -> Any:
+def _depthwise(x, w, _, bias, stride, padding, dilation):
     return aten.convolution(
         x, w, bias, stride, padding, dilation, False, [0] * len(stride), x.shape[1]
     )
 
 
-CPU_EQUIVALENTS: dict[str, Callable[..., Any]] = {
+CPU_EQUIVALENTS = {
     "cudnn_batch_norm": aten.native_batch_norm.default,
     "cudnn_batch_norm_backward": _norm_backward,
     "cudnn_convolution": _convolution,
@@ -96,7 +92,7 @@ class TooLargeError(Exception):
     """A tensor is above the limit."""
 
 
-def on_host(tensor: Tensor, limit_bytes: float = LIMIT_BYTES) -> Tensor:
+def on_host(tensor, limit_bytes=LIMIT_BYTES):
     """The bytes of a tensor on the phantom as a tensor of the CPU."""
     if tensor.numel() * tensor.element_size() > limit_bytes:
         raise TooLargeError
@@ -107,12 +103,12 @@ def on_host(tensor: Tensor, limit_bytes: float = LIMIT_BYTES) -> Tensor:
     return torch.frombuffer(span, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride(), 0)
 
 
-def _is_on_device(value: Any) -> bool:
+def _is_on_device(value):
     return isinstance(value, Tensor) and value.device.type == "cuda"
 
 
-def _on_host(arguments: Any, limit_bytes: float = LIMIT_BYTES) -> Any:
-    def moved(value: Any) -> Any:
+def _on_host(arguments, limit_bytes=LIMIT_BYTES):
+    def moved(value):
         if _is_on_device(value):
             return on_host(value, limit_bytes)
         is_device = isinstance(value, torch.device) and value.type == "cuda"
@@ -121,8 +117,8 @@ def _on_host(arguments: Any, limit_bytes: float = LIMIT_BYTES) -> Any:
     return tree_map(moved, arguments)
 
 
-def _with_dynamic_shape(operation: Any) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _with_dynamic_shape(operation):
+    def run(*args, **kwargs):
         device = next(value.device for value in tree_leaves((args, kwargs)) if _is_on_device(value))
         torch._C._cuda_synchronize()
         args, kwargs = _on_host((args, kwargs), float("inf"))
@@ -133,13 +129,13 @@ def _with_dynamic_shape(operation: Any) -> Callable[..., Any]:
     return run
 
 
-def _repeated(name: str, operation: Any) -> Callable[..., Any]:
+def _repeated(name, operation):
     kernel = library.get_kernel(operation, "CUDA")
     repeat = CPU_EQUIVALENTS.get(name, operation)
     is_random = torch.Tag.nondeterministic_seeded in operation.tags
     is_tensor = [str(argument.type) == "Tensor" for argument in operation._schema.arguments]
 
-    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(keyset, *args, **kwargs):
         args = tuple(  # numbers in place of tensors come without being wrapped
             torch.tensor(value, dtype=torch.result_type(args[0], value))
             if takes_tensor and isinstance(value, int | float | complex)
@@ -187,18 +183,18 @@ def _repeated(name: str, operation: Any) -> Callable[..., Any]:
     return run
 
 
-def _set_to_zero(tensor: Tensor) -> None:
+def _set_to_zero(tensor):
     num_bytes = ctypes.c_size_t(tensor.untyped_storage().nbytes())
     ctypes.CDLL(None).cudaMemset(ctypes.c_void_p(tensor.untyped_storage().data_ptr()), 0, num_bytes)
 
 
-def _seed() -> int:
+def _seed():
     """Where the device's generator stands; it moves on as ever."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     return hash((generator.initial_seed(), generator.get_offset())) % 2**63
 
 
-def _seeded(seed: int | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _seeded(seed, function, *args, **kwargs):
     if seed is None:
         return function(*args, **kwargs)
     before = torch.default_generator.get_state()
@@ -213,7 +209,7 @@ _until_the_end = contextlib.ExitStack()
 
 
 @functools.cache
-def enable() -> None:
+def enable():
     """Wrap the kernels, for good. Does nothing where the GPU is no phantom."""
     if not is_on() or not torch.cuda.is_available():
         return
@@ -234,7 +230,7 @@ def enable() -> None:
                 kernels.impl(full_name, _repeated(name, operation), "CUDA", with_keyset=True)
 
 
-def pytest_configure(config: Any) -> None:
+def pytest_configure(config):
     """With `-p tests.phantom.values`."""
     enable()
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.autobatch.memory import loader
-from linnaeus.autobatch.memory.loader import HOST_MEMORY_FRACTION, num_host_batches
+from linnaeus.autobatch.memory.loader import HOST_MEMORY_FRACTION
 from linnaeus.autobatch.result import Mode
 from linnaeus.config.schema import (
     AutoBatchConfig,
@@ -93,9 +93,8 @@ def test_the_bound_is_the_largest_size_with_so_many_steps(
 
 
 def test_host_memory_is_divided_by_batches_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "available_bytes", lambda num_workers: 10**6)
+    monkeypatch.setattr(loader, "available_host_bytes", lambda: 10**6)
     for workers, held in [(0, 3), (4, 17)]:
-        assert num_host_batches(workers, CONFIG.PREFETCH_FACTOR) == held
         bound = bounds_of(workers=workers)["host_memory"]
         assert bound == int(HOST_MEMORY_FRACTION * 10**6 / (held * 1000))
         divided = bounds_of(workers=workers, world_size=2)["host_memory"]
@@ -103,7 +102,7 @@ def test_host_memory_is_divided_by_batches_and_processes(monkeypatch: pytest.Mon
 
 
 def test_a_pinned_copy_counts_as_up_to_twice_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "available_bytes", lambda num_workers: 10**6)
+    monkeypatch.setattr(loader, "available_host_bytes", lambda: 10**6)
     for ranks in (1, 2):
         bound = bounds_of(workers=4, device="cuda", world_size=ranks)["host_memory"]
         assert bound == int(HOST_MEMORY_FRACTION * 10**6 / ranks / (17 * 3000))

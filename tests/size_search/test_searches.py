@@ -182,7 +182,7 @@ def test_the_samples_of_one_process_bound_both_sizes() -> None:
 def test_host_memory_that_the_loader_needs_bounds_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     bytes_per_batch = 8 * (3 * 32 * 32 + 2 * 8)
     monkeypatch.setattr(
-        "linnaeus.autobatch.memory.loader.available_bytes", lambda workers: 2 * 6 * bytes_per_batch
+        "linnaeus.autobatch.memory.loader.available_host_bytes", lambda: 2 * 6 * bytes_per_batch
     )
     search, _ = prepared(*BARE, OWN_MODEL, "DATA.NUM_WORKERS=1")
     for result in find_sizes(search).values():
@@ -269,11 +269,10 @@ def test_each_training_trial_and_timing_makes_its_own_wrapper(
     )
     search, _ = prepared(OWN_MODEL, OWN_DATA)
     with search.finder("train", RankStatus()) as finder:
-        for number, size in enumerate((2, 4, 4), start=2):  # the first is preceded by the warm-up
-            assert finder.measure(size).status == "fits"
-            assert len(wrappers) == number
+        finder.find()
+        assert len(wrappers) == 1 + len(finder.trials), "the warm-up, and each trial"
         finder.time(4)
-        assert len(wrappers) == number + 1
+        assert len(wrappers) == 2 + len(finder.trials)
 
 
 def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:

@@ -230,74 +230,6 @@ def _rms_norm(
     return func(x, shape, weight, eps)
 
 
-class _FusedRnn(torch.autograd.Function):
-    """Memory that cuDNN holds for an LSTM or GRU; `meta` would run it step by step."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        num_directions: int,
-        hidden: int,
-        gates: int,
-        batch_first: bool,
-        *weights: Tensor,
-    ) -> Any:
-        steps = x.shape[0] * x.shape[1]
-        copy = torch.empty_like(x) if batch_first else None
-        output = x.new_empty((*x.shape[:2], num_directions * hidden))
-        num_kept = steps * num_directions * hidden * (gates + RNN_RESERVED)
-        reserve = x.new_empty(num_kept) if any(ctx.needs_input_grad) else None
-        ctx.batch_first = batch_first
-        ctx.save_for_backward(x, output, reserve, *weights)
-        del copy
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, output, _, *weights = ctx.saved_tensors
-        copies = (
-            [torch.empty_like(tensor) for tensor in (x, output, grads[0])]
-            if ctx.batch_first
-            else []
-        )
-        grad_x = torch.empty_like(x)
-        grad_weights = [torch.empty_like(weight) for weight in weights]
-        del copies
-        return grad_x, None, None, None, None, *grad_weights
-
-
-RNN_RESERVED = 2
-"""Values that cuDNN keeps for each hidden unit, step and direction beside its gates: the cell and its tanh. A
-guess from the equations; cuDNN does not tell."""
-
-
-def _rnn(func: Any, x: Tensor, hx: Any, weights: Any, *options: Any) -> Any:
-    """Run a recurrent layer as cuDNN does.
-
-    A packed input, several layers, or an initial state with a gradient run step by step, as on `meta`.
-    """
-    states = hx if isinstance(hx, list | tuple) else (hx,)
-    is_padded = isinstance(weights, list | tuple) and len(options) == 6
-    if (
-        not x.is_meta
-        or x.dim() != 3
-        or not is_padded
-        or any(state.requires_grad for state in states)
-    ):
-        return func(x, hx, weights, *options)
-    _has_biases, num_layers, _dropout, _training, bidirectional, batch_first = options
-    if num_layers != 1:
-        return func(x, hx, weights, *options)
-    gates = weights[0].shape[0] // states[0].shape[-1]
-    output = _FusedRnn.apply(
-        x, 1 + bidirectional, states[0].shape[-1], gates, batch_first, *weights
-    )
-    last = output[:, -1] if batch_first else output[-1]  # of the batch, directions and hidden units
-    final = last.unflatten(-1, (1 + bidirectional, -1)).transpose(0, 1)
-    return output, *(final for _ in states)
-
-
 def _attention(
     func: Any,
     q: Tensor,
@@ -385,8 +317,6 @@ ROUTES: dict[str, Callable[..., Any]] = {
     "cross_entropy_loss": _cross_entropy,
     "dropout": _dropout,
     "item": _item,
-    "gru": _rnn,
-    "lstm": _rnn,
     "numpy": _numpy,
     "rms_norm": _rms_norm,
     "scaled_dot_product_attention": _attention,

@@ -37,9 +37,9 @@ import torch
 from torch import nn
 
 from linnaeus.autobatch import nest
-from linnaeus.autobatch.predict.allocator import AllocatorSettings, Block, CachingAllocator
+from linnaeus.autobatch.predict.allocator import Block, CachingAllocator
 from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES
-from linnaeus.autobatch.predict.recorder import Event
+from linnaeus.autobatch.predict.recorder import CONV_WORKSPACE, Event
 from linnaeus.autobatch.predict.trace import Buckets, Trace, UntraceableError, trace
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import Candidates, OutOfMemory
@@ -58,32 +58,20 @@ class Prediction:
 
     Attributes:
         base_bytes: in use on the device beside the allocator: context, libraries, other processes.
-        settings: of the allocator.
         traces: of the step at two batch sizes.
-        margin: factor of `safe_bytes`.
     """
 
     base_bytes: int
-    settings: AllocatorSettings
     traces: tuple[Trace, Trace] = field(repr=False)
-    margin: float = MARGIN
     _peaks: dict[int, int] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(
-        cls,
-        first: Trace,
-        second: Trace,
-        *,
-        base_bytes: int | None = None,
-        settings: AllocatorSettings | None = None,
-    ) -> Prediction:
+    def of(cls, first: Trace, second: Trace, *, base_bytes: int | None = None) -> Prediction:
         """Make the prediction from two traces of the same step.
 
         Args:
             first, second: at two batch sizes, the smaller first.
             base_bytes: as the attribute; None measures it, or assumes one where there is no device.
-            settings: None reads them from the environment.
 
         Raises:
             UntraceableError: the step does other things at the second size, so its peak at others is a guess.
@@ -99,7 +87,7 @@ class Prediction:
             )
         if base_bytes is None and (base_bytes := measured_base_bytes()) is None:
             base_bytes = ASSUMED_BASE_BYTES
-        return cls(base_bytes, settings or AllocatorSettings.from_environment(), (first, second))
+        return cls(base_bytes, (first, second))
 
     def reserved_bytes(self, n: int) -> int:
         """Return the most bytes that the allocator reserves in a step with n samples.
@@ -110,7 +98,7 @@ class Prediction:
         if not isinstance(n, int) or n < 1:
             raise ValueError(f"n is {n!r}; it must be a whole number of samples, at least 1")
         if n not in self._peaks:
-            self._peaks[n] = replay(self._events(n), self.settings).peak_reserved_bytes
+            self._peaks[n] = replay(self._events(n)).peak_reserved_bytes
         return self._peaks[n]
 
     def peak_bytes(self, n: int) -> int:
@@ -124,13 +112,13 @@ class Prediction:
         kernels without a workspace. A trial of AutoBatch accepts neither.
         """
         with contextlib.suppress(OutOfMemory):
-            allocator = replay(self._events(n), self.settings, limit_bytes - self.base_bytes)
+            allocator = replay(self._events(n), limit_bytes - self.base_bytes)
             return self.base_bytes + allocator.peak_reserved_bytes
         return None
 
     def safe_bytes(self, n: int) -> int:
-        """Return the peak with the margin."""
-        return int(self.margin * self.peak_bytes(n))
+        """Return the peak times `MARGIN`."""
+        return int(MARGIN * self.peak_bytes(n))
 
     @property
     def is_constant(self) -> bool:
@@ -198,7 +186,6 @@ def predict(
     train_once: Callable[[], object] | None = None,
     buckets: Buckets | None = None,
     base_bytes: int | None = None,
-    settings: AllocatorSettings | None = None,
 ) -> Prediction:
     """Trace a step twice and predict its peak; for other arguments and errors see `trace`, `Prediction.of`.
 
@@ -226,18 +213,16 @@ def predict(
     traces = (
         trace(step, make_batch, n, state=state, buckets=buckets, before=before) for n in BATCH_SIZES
     )
-    return Prediction.of(*traces, base_bytes=base_bytes, settings=settings)
+    return Prediction.of(*traces, base_bytes=base_bytes)
 
 
-def replay(
-    events: Iterable[Event], settings: AllocatorSettings, limit_bytes: float = math.inf
-) -> CachingAllocator:
+def replay(events: Iterable[Event], limit_bytes: float = math.inf) -> CachingAllocator:
     """Replay events; workspaces of convolutions are left out where they do not fit.
 
     Raises:
         OutOfMemory: something else does not fit within the limit.
     """
-    allocator = CachingAllocator(settings, limit_bytes)
+    allocator = CachingAllocator(limit_bytes)
     blocks: dict[int, Block] = {}
     for kind, storage, num_bytes, label, stream in events:
         if kind == "release":
@@ -245,11 +230,9 @@ def replay(
                 allocator.free(blocks.pop(storage))
         elif kind == "flush":
             allocator.empty_cache()
-        elif kind == "allocate" and num_bytes:
-            blocks[storage] = allocator.allocate(num_bytes, stream)
         elif num_bytes:
-            with contextlib.suppress(*[OutOfMemory] if label == "convolution" else []):
-                allocator.free(allocator.allocate(num_bytes, stream))
+            with contextlib.suppress(*[OutOfMemory] if label == CONV_WORKSPACE else []):
+                blocks[storage] = allocator.allocate(num_bytes, stream)
     return allocator
 
 

@@ -30,6 +30,9 @@ BLAS_WORKSPACE_BYTES = 8_519_680
 LT_WORKSPACE_BYTES = 1 << 20
 """Workspace of cuBLASLt, which adds the bias of a linear layer to the product."""
 
+CONV_WORKSPACE = "workspace of a convolution"
+"""Label of memory without which a convolution runs too."""
+
 _BORROWS_WORKSPACE = "2.15"
 """First torch that borrows the workspace of cuBLAS for each product; older torch keeps it."""
 
@@ -64,11 +67,11 @@ class Event(NamedTuple):
     """An event of the device's memory.
 
     Attributes:
-        kind: `allocate`, `release`, `borrow` (held within one operation), `flush` (the allocator gives its
-            free segments back) or `mark`.
+        kind: `allocate`, `release`, `flush` (the allocator gives its free segments back) or `mark` (a step
+            has ended).
         storage: names the storage, in the order of allocation; 0 for other events.
-        num_bytes: of the storage, or borrowed.
-        label: of a mark; the operation that allocates.
+        num_bytes: of the storage.
+        label: the operation that allocates, or `CONV_WORKSPACE`.
         stream: the stream whose blocks it takes: 0, or one of FSDP2's.
     """
 
@@ -188,8 +191,7 @@ class Recorder(WatchingMode):
 
     def borrow(self, num_bytes: int, operation: str) -> None:
         """Record bytes that an operation takes and returns at once, without another allocation in between."""
-        if num_bytes:
-            self.events.append(Event("borrow", 0, num_bytes, operation))
+        self.release(self.allocate(num_bytes, operation))
 
     def use_blas(self, num_bytes: int) -> None:
         """Record the workspace of cuBLAS.
@@ -220,7 +222,7 @@ class Recorder(WatchingMode):
         if torch.backends.cudnn.benchmark and is_by_cudnn and facts not in self._timed:
             self._timed.add(facts)
             self.events.append(Event("flush", label="convolution"))
-        self.borrow(conv_workspace_bytes(kind, x, w, y, groups), "convolution")
+        self.borrow(conv_workspace_bytes(kind, x, w, y, groups), CONV_WORKSPACE)
 
     def run(self, call: Call) -> Any:
         """Run an operation and record its outputs."""
@@ -242,11 +244,13 @@ class Recorder(WatchingMode):
         if accumulates_in_place(func, args, kwargs):
             return args[0]
         kwargs = kwargs or {}
-        if func._schema.is_mutable and any(
+        targets = list(written(func, args, kwargs))
+        if any(
             tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._originals
-            for tensor in written(func, args, kwargs)
-        ):
-            return args[0] if func._schema.returns else None  # the step holds a tensor of the state
+            for tensor in targets
+        ):  # the step holds a tensor of the state
+            num_returned = len(func._schema.returns)
+            return targets[0] if num_returned == 1 else tuple(targets) if num_returned else None
         name = func.__name__.partition(".")[0]
         self.last_operation = name
         inputs = [*_on_meta(args), *_on_meta(kwargs.values())]
@@ -314,12 +318,6 @@ class Recorder(WatchingMode):
 
 def untraceable(error: Exception, operation: str) -> UntraceableError | None:
     """Return an error that names the operation; None where the cause is not that `meta` has no data."""
-    if isinstance(error, KeyError):
-        is_tensor = bool(error.args) and isinstance(error.args[0], Tensor)
-        reason = (
-            "a dictionary with tensors as keys lacks their substitutes: make the model on `meta`"
-        )
-        return UntraceableError(reason) if is_tensor else None
     text = str(error).partition(". ")[0]
     is_missing = isinstance(error, NotImplementedError) or _MISSING.search(text) is not None
     if isinstance(error, UntraceableError) or not is_missing:
@@ -491,7 +489,7 @@ def _efficient_backward(recorder: Recorder, call: Call) -> Any:
     """
     grad, query = call.args[:2]
     if query.dtype == torch.float32:
-        recorder.release(recorder.allocate(grad.nbytes, "delta"))
+        recorder.borrow(grad.nbytes, "delta")
         return recorder.run(call)
     with recorder.holding("gradients in float32", 4 * query.numel()):
         return recorder.run(call)
@@ -502,7 +500,7 @@ def _flash_backward(recorder: Recorder, call: Call) -> Any:
     batch, heads, rows, size = call.args[1].shape
     shape = batch, heads, -(-rows // 128) * 128, -(-size // 32) * 32
     outputs = recorder.run(call)
-    recorder.release(recorder.allocate(4 * prod(shape), "gradient in float32"))
+    recorder.borrow(4 * prod(shape), "gradient in float32")
     return outputs
 
 

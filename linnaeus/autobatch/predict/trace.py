@@ -141,7 +141,7 @@ def _traced(recorder: Recorder) -> Iterator[None]:
     """Name operations that have no implementation on `meta` in errors, with the line that called them."""
     try:
         yield
-    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         after = f"what follows {recorder.last_operation}"
         found = error if isinstance(error, UntraceableError) else untraceable(error, after)
         if found is None:
