@@ -1,10 +1,12 @@
-"""Compare the steps per second of Linnaeus' trainer with those of a bare PyTorch loop, in one run.
+"""Compare the time of a training step of Linnaeus with that of a plain PyTorch loop, in one run.
 
     python benchmarks/trainer_overhead.py
+    torchrun --nproc_per_node=2 benchmarks/trainer_overhead.py
 
-Both train the same timm model on the same batches with the same optimizer and losses. They take turns of a
-few steps each, so that the load of the machine affects both alike. The result is the median, over pairs of
-turns, of the ratio of their speeds. The goal: the trainer is at most 2 % slower.
+Both train the same MLP on the same tensors in memory with the same optimizer. The plain loop has torch's own
+DataLoader and, with several ranks, DistributedDataParallel. They take turns of a few steps each, so that the
+load of the machine affects both alike. The result is the ratio of their shortest turns and the median ratio
+of a pair of turns, for each width of the MLP, with one micro-batch a step and with eight.
 """
 
 from __future__ import annotations
@@ -14,57 +16,115 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from itertools import repeat
 from pathlib import Path
 
 import torch
+import torch.distributed as torch_dist
 import torch.nn.functional as functional
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from linnaeus.batch_plan.effective_batch import Facts
 from linnaeus.batch_plan.plan import plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
-from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
-from linnaeus.data.loader import Loaders, build_loaders
+from linnaeus.data.loader import build_loaders
 from linnaeus.runtime.console import ProgressBar
-from linnaeus.runtime.distributed import World, resolve_device
+from linnaeus.runtime.context import running
+from linnaeus.runtime.distributed import World
 from linnaeus.runtime.rng import seed_all
 from linnaeus.runtime.signals import StopRequest
-from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import CheckpointFolder
+from linnaeus.training.ddp import wrap
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.trainer import Trainer
 
+NUM_FEATURES = 64
+BATCH_SIZE = 16
+WIDTHS = {256: 1.5, 1024: 10, 4096: 100}
+"""Width of the MLP: milliseconds of a step on one core, roughly."""
+
+
+class Points(Dataset[tuple[torch.Tensor, int]]):
+    """Random vectors in memory, of ten classes."""
+
+    num_classes = 10
+
+    def __init__(self, length: int, split: str) -> None:
+        generator = torch.Generator().manual_seed(len(split))
+        self.inputs = torch.randn(length, NUM_FEATURES, generator=generator)
+        self.labels = torch.randint(10, (length,), generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.inputs[index], self.labels[index]
+
+
+def mlp(width: int) -> nn.Module:
+    """An MLP with four layers."""
+    sizes = (NUM_FEATURES, width, width, width)
+    hidden = [
+        layer
+        for before, after in zip(sizes, sizes[1:], strict=False)
+        for layer in (nn.Linear(before, after), nn.ReLU())
+    ]
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--turns", type=int, default=30, help="pairs of turns")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps in one turn")
-    parser.add_argument("--model", default="resnet10t")
-    parser.add_argument("--img-size", type=int, default=32)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=20, help="pairs of turns")
+    parser.add_argument("--turn-ms", type=int, default=150, help="length of a turn, roughly")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, choices=WIDTHS)
+    parser.add_argument("--accumulation", type=int, nargs="+", default=(1, 8))
     arguments = parser.parse_args()
+    config = load_config([]).config
+    with running(config.EXPERIMENT, config.DIST, is_deterministic=False) as context:
+        if context.world.is_main:
+            print(f"python {' '.join(sys.argv)}")
+            print(
+                f"torch {torch.__version__}, {context.world.device}, {torch.get_num_threads()} threads, "
+                f"ranks: {context.world.world_size}, {arguments.turns} pairs of turns"
+            )
+        for accumulation in arguments.accumulation:
+            for width in arguments.widths:
+                step_ms = WIDTHS[width] * accumulation
+                num_steps = max(round(arguments.turn_ms / step_ms), 1)
+                compare(width, accumulation, num_steps, arguments.turns, context.world)
+
+
+def compare(width: int, accumulation: int, num_steps: int, num_turns: int, world: World) -> None:
+    """Print how long a step takes in both loops."""
+    length = num_steps * accumulation * BATCH_SIZE * world.world_size
     config = load_config(
         [
-            f"MODEL.NAME={arguments.model}",
-            "DATA.DATASET.NAME=synthetic",
-            f"DATA.IMG_SIZE={arguments.img_size}",
-            f"DATA.DATASET.NUM_SAMPLES={arguments.steps * arguments.batch_size}",
-            f"DATA.BATCH_SIZE={arguments.batch_size}",
-            f"TRAIN.EPOCHS={2 * arguments.turns}",
-            "TRAIN.LOG_EVERY=10",
+            f"MODEL={{_target_: trainer_overhead.mlp, width: {width}}}",
+            f"DATA.DATASET={{_target_: trainer_overhead.Points, length: {length}}}",
+            f"DATA.BATCH_SIZE={BATCH_SIZE}",
+            "DATA.NUM_WORKERS=0",
+            f"TRAIN.ACCUMULATION_STEPS={accumulation}",
+            f"TRAIN.EPOCHS={2 * num_turns + 2}",
+            "TRAIN.LOG_EVERY=50",
             "SCHEDULE.NAME=constant",
             "SCHEDULE.WARMUP_EPOCHS=0",
         ]
     ).config
-    device = resolve_device("auto")
-    ours, bare = our_turns(config, device), bare_turns(config, device)
-    turns = [(timed(ours), timed(bare)) for _ in range(arguments.turns + 1)][
-        1:
-    ]  # the first warms up
-    report(arguments, device, turns)
+    ours, plain = our_turns(config, world), plain_turns(config, world)
+    pairs = [(timed(ours), timed(plain)) for _ in range(num_turns + 1)][1:]  # the first warms up
+    shortest = [1000 * min(column) / num_steps for column in zip(*pairs, strict=True)]
+    median = statistics.median(ours / plain for ours, plain in pairs)
+    if world.is_main:
+        print(
+            f"accumulation {accumulation}, width {width:4}: plain loop {shortest[1]:7.2f} ms, Linnaeus "
+            f"{shortest[0]:7.2f} ms a step, ratio of minima {shortest[0] / shortest[1]:.3f}, "
+            f"median ratio {median:.3f}"
+        )
 
 
 def timed(turns: Iterator[None]) -> float:
@@ -73,44 +133,38 @@ def timed(turns: Iterator[None]) -> float:
     return time.perf_counter() - started
 
 
-def build(config: Config, device: torch.device) -> tuple[DataBundle, Assembly, Loaders]:
-    seed_all(0)
-    data, size = build_data(config.DATA, seed=0), config.DATA.BATCH_SIZE
-    assembly = assemble(
-        config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, World(device)
-    )
-    loaders = build_loaders(
-        data,
-        config.DATA,
-        World(device),
-        sizes=lambda epoch, skip: repeat(size, config.DATA.DATASET.NUM_SAMPLES // size),
-        batch_size_val=size,
-        seed=0,
-    )
-    return data, assembly, loaders
-
-
-def our_turns(config: Config, device: torch.device) -> Iterator[None]:
+def our_turns(config: Config, world: World) -> Iterator[None]:
     """Each turn is one epoch of the trainer with log lines, meters and stop checks, but no validation."""
-    _, assembly, loaders = build(config, device)
-    facts = Facts(config.DATA.BATCH_SIZE, 1, config.DATA.DATASET.NUM_SAMPLES, config.OPTIMIZER.LR)
-    plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
-    schedule = Schedule(
-        config.SCHEDULE,
-        assembly.optimizer,
-        steps_per_epoch=plan.steps_per_epoch,
-        warmup_steps=plan.warmup_steps,
+    seed_all(0)
+    data = build_data(config.DATA, seed=0)
+    assembly = assemble(
+        config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world, sharding=config.DIST
     )
+    facts = Facts(BATCH_SIZE, world.world_size, len(data.train), config.OPTIMIZER.LR)
+    plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
     trainer = Trainer(
         config=config.TRAIN,
         plan=plan,
-        world=World(device),
+        world=world,
         assembly=assembly,
-        loaders=loaders,
-        schedule=schedule,
+        loaders=build_loaders(
+            data,
+            config.DATA,
+            world,
+            sizes=plan.micro_batches,
+            batch_size_val=BATCH_SIZE,
+            seed=0,
+        ),
+        schedule=Schedule(
+            config.SCHEDULE,
+            assembly.optimizer,
+            steps_per_epoch=plan.steps_per_epoch,
+            warmup_steps=plan.warmup_steps,
+        ),
         checkpoints=CheckpointFolder(Path("unused")),
         progress_bar=ProgressBar(None),
-        stop=StopAgreement(World(device), StopRequest()),
+        stop=StopAgreement(world, StopRequest()),
+        wrap=lambda model: wrap(model, world),
     )
     while True:
         trainer.train_epoch()
@@ -118,57 +172,35 @@ def our_turns(config: Config, device: torch.device) -> Iterator[None]:
         yield
 
 
-def bare_turns(config: Config, device: torch.device) -> Iterator[None]:
+def plain_turns(config: Config, world: World) -> Iterator[None]:
     """Each turn is one epoch of a loop as one would write it by hand."""
-    _, assembly, loaders = build(config, device)
-    model, optimizer = assembly.model, assembly.optimizer
+    seed_all(0)
+    node, device = config.DATA.DATASET, world.device
+    data = Points(node["length"], "train")
+    bare = mlp(config.MODEL["width"]).to(device)
+    model = DistributedDataParallel(bare) if torch_dist.is_initialized() else bare
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=config.OPTIMIZER.LR)
+    sampler = DistributedSampler(data, world.world_size, world.rank, drop_last=True)
+    loader = DataLoader(data, BATCH_SIZE, sampler=sampler, drop_last=True)
+    accumulation = config.TRAIN.ACCUMULATION_STEPS
     epoch = 0
     while True:
-        loaders.train.set_epoch(epoch)
+        sampler.set_epoch(epoch)
         model.train()
-        for step, batch in enumerate(loaders.train):
-            images = batch.inputs.to(device, non_blocking=True)
-            targets = batch.targets.to(device, non_blocking=True)
-            images = ((images / 255) - 0.5) / 0.5
-            logits = model(images)
-            losses = [
-                functional.cross_entropy(logits[level], targets[:, level])
-                for level in range(len(logits))
-            ]
-            loss = sum(losses) / len(losses)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.TRAIN.CLIP_GRAD_NORM)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            if step % 10 == 9:
+        for number, (inputs, labels) in enumerate(loader, start=1):
+            is_last = number % accumulation == 0
+            if model is not bare:
+                model.require_backward_grad_sync = is_last
+            loss = functional.cross_entropy(model(inputs.to(device)), labels.to(device))
+            (loss / accumulation).backward()
+            if is_last:
+                nn.utils.clip_grad_norm_(bare.parameters(), config.TRAIN.CLIP_GRAD_NORM)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            if number % (50 * accumulation) == 0:
                 loss.item()
         epoch += 1
         yield
-
-
-def report(
-    arguments: argparse.Namespace, device: torch.device, turns: list[tuple[float, float]]
-) -> None:
-    ratios = sorted(bare / ours for ours, bare in turns)
-    ours, bare = (
-        statistics.median(column) / arguments.steps * 1000 for column in zip(*turns, strict=True)
-    )
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{torch.get_num_threads()} CPU threads"
-    )
-    print(f"python {' '.join(sys.argv)}")
-    print(
-        f"{name}, torch {torch.__version__}, {arguments.model} at {arguments.img_size} px, "
-        f"batch {arguments.batch_size}, {arguments.turns} turns of {arguments.steps} steps"
-    )
-    print(f"bare loop {bare:.2f} ms/step, Linnaeus {ours:.2f} ms/step (medians)")
-    quarter = len(ratios) // 4
-    print(
-        f"steps per second, Linnaeus / bare loop: median {statistics.median(ratios):.3f}, "
-        f"middle half {ratios[quarter]:.3f} to {ratios[-quarter - 1]:.3f}"
-    )
 
 
 if __name__ == "__main__":

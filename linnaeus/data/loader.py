@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch, CopiedAhead
 from linnaeus.data.bundle import (
@@ -44,7 +43,7 @@ from linnaeus.data.sharing import reason_against_sharing
 from linnaeus.data.user_dataset import UserDataset
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import DataError
-from linnaeus.runtime.rng import derive_seed, seed_generators
+from linnaeus.runtime.rng import derive_seed, lent_generators, seed_generators
 from linnaeus.runtime.signals import SIGNALS, blocked
 
 logger = logging.getLogger("linnaeus.data")
@@ -84,7 +83,7 @@ class SeededBatches(Dataset[Any]):
         """
         if get_worker_info() is None:
             # The training process uses these generators too. Restoring per batch is cheaper than per sample.
-            with preserved_generators():
+            with lent_generators():
                 return self._read(keys)
         try:
             return self._read(keys)

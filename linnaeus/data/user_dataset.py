@@ -82,11 +82,21 @@ class UserDataset(Dataset[Any]):
             with _naming_errors(f"{self.name}: image of sample {index}"):
                 inputs = self.transform(to_tensor(inputs, self.channels, self.decoding))
         if self.taxonomy is not None:
+            label = target.item() if isinstance(target, Tensor) and target.ndim == 0 else target
+            if type(label) is int and self._is_class(label):
+                return inputs, torch.tensor([label])
             where = f"{self.name}: target of sample {index}"
             if self.taxonomy.is_multilabel:
                 return inputs, _label_set(target, self.taxonomy, where)
             target = _labels(_row(target, self.taxonomy, where), None, self.taxonomy, where)[0]
         return inputs, target
+
+    def _is_class(self, label: int) -> bool:
+        """Whether it is a label of the only level, which needs none of the checks of `_labels`."""
+        assert self.taxonomy is not None
+        first, *others = self.taxonomy.levels
+        is_single = not others and not self.taxonomy.is_multilabel
+        return is_single and UNKNOWN <= label < len(first.classes)
 
 
 @dataclass(eq=False)

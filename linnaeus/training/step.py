@@ -85,7 +85,9 @@ class TrainStep:
                 divisor = num_micro_batches if num_samples is None else num_samples / size
                 inputs, targets = self.precision.place(batch)
                 with self.precision.autocast():
-                    loss = self.criterion(self.model(inputs), targets) / divisor
+                    loss = self.criterion(self.model(inputs), targets)
+                if divisor != 1:
+                    loss = loss / divisor
                 self.scaler.scale(loss).backward()
                 if self.callbacks:
                     micro_batch = MicroBatch(number, num_micro_batches, size, divisor)

@@ -56,8 +56,11 @@ class StopAgreement:
         Returns:
             Whether all ranks save now.
         """
+        if not self._world.is_distributed:
+            self.stop_signal = self._request.stop_signal
+            return save
         self._num_steps += 1
-        if self._world.is_distributed and self._num_steps < self._next_exchange:
+        if self._num_steps < self._next_exchange:
             return False
         return self.exchange(save=save)
 
