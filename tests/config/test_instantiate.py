@@ -47,9 +47,8 @@ def test_what_the_framework_gives_comes_untouched():
     assert thing.args[0] is thing.facts is facts
     assert thing.args[1] is values
     assert thing.size == 7
-    assert call_target({"_target_": "builtins.dict", "a": 1}, "MODEL", offer={"a": 2, "b": 3}) == {
-        "a": 1
-    }
+    node = {"_target_": "builtins.dict", "a": 1}
+    assert call_target(node, "MODEL", offer={"a": 2, "b": 3}) == {"a": 1}
 
 
 def test_positional_arguments_follow_those_of_the_framework():
@@ -72,10 +71,8 @@ def test_values_are_converted_where_the_signature_names_them():
 
 
 def test_text_that_looks_like_an_interpolation_arrives_as_it_is():
-    assert call_target({"_target_": "builtins.dict", "a": "${x}", "b": [r"\${y}"]}, "MODEL") == {
-        "a": "${x}",
-        "b": [r"\${y}"],
-    }
+    node = {"a": "${x}", "b": [r"\${y}"]}
+    assert call_target({"_target_": "builtins.dict", **node}, "MODEL") == node
 
 
 @pytest.fixture

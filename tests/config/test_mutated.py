@@ -28,21 +28,16 @@ PIECES = [
     "- ",
     "@",
     "[",
-    "}",
     "&a ",
-    "*a",
     "${",
-    "${..y}",
     "'",
     "\t",
     "\0",
-    "é",
     "???",
     "~",
     "../",
     "null",
     "_global_",
-    "_group_",
 ]
 TOKENS = [
     "model=resnet50",
@@ -55,11 +50,8 @@ TOKENS = [
     "MODEL.KWARGS.x={a: [1, ${TRAIN.EPOCHS}]}",
     "LOSS._target_=my.Loss",
     "--cfg",
-    "-m",
-    "hydra.run.dir=x",
     "${now:%Y}",
     "${hydra:runtime.choices.model}",
-    "DATA.BATCH_SIZE=8/2",
 ]
 
 

@@ -25,18 +25,10 @@ def test_now_is_one_moment_of_the_process():
     config = load(
         "EXPERIMENT.NAME=${now:%Y-%m-%d_%H-%M-%S-%f}",
         "MODEL.KWARGS.at=[${now:%f}]",
-        "LOSS._target_=x.Y",
-        "LOSS.at={x: '${now:%H:%M}'}",
     )
     moment = datetime.strptime(config.EXPERIMENT.NAME, "%Y-%m-%d_%H-%M-%S-%f")
     assert {"at": [moment.strftime("%f")]} == config.MODEL.KWARGS
-    assert config.LOSS["at"] == {"x": f"{moment:%H:%M}"}
     assert f"{moment:%f}" == load("EXPERIMENT.NAME=${now:%f}").EXPERIMENT.NAME
-    assert (
-        2 * (moment.year - 1900)
-        == load("EXPERIMENT.NAME=${now:%f}", "TRAIN.EPOCHS=${now:1%y} * 2").TRAIN.EPOCHS
-    )
-    assert f"{moment:%Y-%m-%d_%H-%M-%S}" == load("EXPERIMENT.NAME=${now:}").EXPERIMENT.NAME
     assert load(r"EXPERIMENT.NAME=\${now:%f}").EXPERIMENT.NAME == "${now:%f}"
 
 
