@@ -3,7 +3,7 @@
 Readable files are remembered by path, size, time of modification and use.
 """
 
-# ruff: noqa: PTH100, PTH116 (hot paths)
+# ruff: noqa: PTH109, PTH116, PTH118 (hot paths)
 from __future__ import annotations
 
 import hashlib
@@ -62,12 +62,15 @@ def find_damaged(
     """
     damaged: dict[int, str] = {}
     num_known = 0
-    use = repr((channels, decoding))
+    use, here = repr((channels, decoding)), os.getcwd()
     find = partial(find_damage, channels=channels, decoding=decoding)
     logger.info("checking %d images", len(paths))
     with closing(_open_cache()) as cache, ThreadPool(_num_threads()) as pool:
         for start in range(0, len(paths), _CHUNK):
-            keys = {i: _key(paths[i]) for i in range(start, min(start + _CHUNK, len(paths)))}
+            keys = {
+                i: _key(os.path.join(here, paths[i]))
+                for i in range(start, min(start + _CHUNK, len(paths)))
+            }
             asked = [key[0] for key in keys.values()]
             known = {*cache.execute(_KNOWN.format(",".join("?" * len(asked))), (use, *asked))}
             unread = [i for i, key in keys.items() if key not in known]
@@ -209,8 +212,7 @@ def _connect(place: Path | str) -> sqlite3.Connection:
 
 def _key(path: str) -> tuple[bytes, int, int]:
     """Path, size in bytes and time of modification; -1 where there is no such file."""
-    name = os.fsencode(os.path.abspath(path))
     with suppress(OSError):
         status = os.stat(path)
-        return name, status.st_size, status.st_mtime_ns
-    return name, -1, -1
+        return os.fsencode(path), status.st_size, status.st_mtime_ns
+    return os.fsencode(path), -1, -1

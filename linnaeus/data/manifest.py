@@ -527,6 +527,7 @@ def _read_csv(path: Path) -> pd.DataFrame:
         skiprows=num_blank,
         skip_blank_lines=False,
         dtype="category",
+        low_memory=False,  # else it merges the categories of many small parts
         keep_default_na=False,
         encoding="utf-8-sig",
     )
