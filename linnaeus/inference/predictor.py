@@ -25,6 +25,7 @@ from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Prediction, log_probabilities_of, predictions_of
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.runtime.errors import ConfigError, DataError, OutOfMemoryError, first_line
+from linnaeus.runtime.words import several
 from linnaeus.training.losses import gives_log_probabilities
 
 if TYPE_CHECKING:
@@ -89,10 +90,11 @@ class Predictor:
                     "predict; run.model gives the model's outputs"
                 )
             if run.taxonomy != first.taxonomy:
+                different = sorted(_classes_of(run) ^ _classes_of(first))
                 raise ConfigError(
-                    f"RUN: {run.checkpoint} has other classes than {first.checkpoint}: "
-                    f"{_extent(run)}, not {_extent(first)}; an ensemble needs runs of the same "
-                    "taxonomy"
+                    f"RUN: {run.checkpoint} and {first.checkpoint} have different classes ("
+                    f"{several(different) if different else 'in order, or by parent'}); an ensemble needs "
+                    "runs of the same taxonomy"
                 )
             if self.tta and run.spec.preprocessing is None:
                 raise ConfigError(
@@ -295,6 +297,5 @@ def _captured(run: TrainedRun, features: list[Tensor] | None) -> Iterator[None]:
         hook.remove()
 
 
-def _extent(run: TrainedRun) -> str:
-    """The levels of a run, and the number of classes of each."""
-    return ", ".join(f"{name} ({len(classes)})" for name, classes in run.classes.items())
+def _classes_of(run: TrainedRun) -> set[str]:
+    return {f"{level} {name}" for level, names in run.classes.items() for name in names}

@@ -83,6 +83,13 @@ def test_a_larger_micro_batch_is_advised_where_it_leaves_the_steps() -> None:
         assert ("THE.KEY" in advice) == expected
 
 
+def test_the_bound_that_keeps_a_micro_batch_small_is_named() -> None:
+    few = replace(FACTS, max_micro_batch_size=8, batchnorm="local", can_grow=False)
+    for num_samples, expected in ((80, True), (89, True), (90, False), (1000, False)):
+        (advice,) = plan_of(replace(few, num_samples=num_samples)).warnings
+        assert ("DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH" in advice) == expected
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_few_steps_are_told_where_a_smaller_batch_gives_them(world_size: int) -> None:
     few = replace(FACTS, world_size=world_size, batch_size_key="THE.KEY")

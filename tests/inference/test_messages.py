@@ -13,6 +13,7 @@ from torch import nn
 from linnaeus.inference.export.check import largest_difference, samples_of
 from linnaeus.inference.paths import problem_of
 from linnaeus.inference.prediction import log_probabilities_of
+from linnaeus.inference.predictor import Predictor
 from linnaeus.inference.trained import load_run
 from tests.helpers.messages import error_and_code_of
 from tests.helpers.trained import (
@@ -125,6 +126,17 @@ MISTAKES = {
     "a run without classes": lambda: run_of("none", spec_of(taxonomy=None, node=PLAIN)).predict(
         picture(0)
     ),
+    "an ensemble of other classes": lambda: Predictor(
+        [birds(), run_of("other", spec_of(taxonomy=ONE_LEVEL))]
+    ),
+    "mirror images of tensors": lambda: tensors().predict(torch.zeros(3, 32, 32), tta="flip"),
+    "features of a model of one's own": lambda: untraceable().predict(picture(0), features=True),
+    "export: opset of another format": lambda: birds().export("torch-export", opset=18),
+    "export: half of weights": lambda: birds().export("safetensors", half=True),
+    "export: pixels and logits": lambda: birds().export(
+        "torch-export", preprocessing=True, outputs="logits"
+    ),
+    "export: pixels of tensors": lambda: tensors().export("torch-export", preprocessing=True),
     "export: format": lambda: birds().export("tflite"),
     "export: level": lambda: birds().export("timm", level="genus"),
     "export: level of another format": lambda: birds().export("onnx", level="order"),

@@ -12,6 +12,7 @@ from typing import Any
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.models import save_for_hf
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -21,7 +22,7 @@ from linnaeus.inference.export.check import Model
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.timm_source import CROP_MODES
-from linnaeus.runtime.errors import ConfigError, LinnaeusError, first_line
+from linnaeus.runtime.errors import ConfigError, LinnaeusError, first_detail, first_line
 
 KEY = "linnaeus"
 """The entry of the description in the metadata of safetensors and ONNX files, and in timm's `config.json`."""
@@ -190,36 +191,31 @@ def write_timm(run: TrainedRun, description: dict[str, Any], folder: Path, level
         raise LinnaeusError(
             f"timm cannot build {architecture} with {arguments}: {error}"
         ) from error
-    save_file(_timm_state(run, model, level), folder / TIMM_FILES[1], metadata={"format": "pt"})
-
-    source, preprocessing = model.pretrained_cfg, spec.preprocessing
+    try:
+        model.load_state_dict(_timm_state(run, model, level))
+    except RuntimeError as error:
+        raise LinnaeusError(
+            "--format timm: with a classifier of its own, timm's model has other layers before it than "
+            f"the run's ({first_detail(error)}); use another --format"
+        ) from error
+    preprocessing = spec.preprocessing
+    kept = ("fixed_input_size", "first_conv", "classifier")
     pretrained_cfg = {
-        "num_classes": len(labels),
+        **{name: model.pretrained_cfg.get(name) for name in kept},
         "input_size": [spec.in_chans, *(spec.img_size or ())],
-        "fixed_input_size": bool(source.get("fixed_input_size")),
         "interpolation": preprocessing and preprocessing.interpolation,
         "crop_mode": preprocessing and CROP_MODES.get(preprocessing.resize, "center"),
-        "first_conv": source.get("first_conv"),
-        "classifier": source.get("classifier"),
         "mean": preprocessing and list(preprocessing.mean),
         "std": preprocessing and list(preprocessing.std),
         "crop_pct": preprocessing and preprocessing.crop_fraction,
     }
-    pool = getattr(model, "global_pool", None)
-    content = {
-        "architecture": architecture,
+    about = {
         "num_classes": len(labels),
-        "num_features": model.num_features,
-        **({"global_pool": pool} if isinstance(pool, str) else {}),
         "label_names": labels,
-        "pretrained_cfg": {
-            key: value for key, value in pretrained_cfg.items() if value is not None
-        },
-        "model_args": arguments,
+        "pretrained_cfg": {key: value for key, value in pretrained_cfg.items() if value},
         KEY: description | {"level": level},
     }
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    (folder / TIMM_FILES[0]).write_text(text + "\n", encoding="utf-8")
+    save_for_hf(model, str(folder), about, arguments, safe_serialization=True)
     with preserved_generators():
         again: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True)
     again.eval()
@@ -241,14 +237,4 @@ def _timm_state(run: TrainedRun, model: Any, level: str) -> dict[str, Tensor]:
         )
     head = trained.heads[list(run.classes).index(level)].state_dict()
     tensors |= {prefix + name: tensor for name, tensor in head.items()}
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    found = {name: tensor.shape for name, tensor in tensors.items()}
-    if expected != found:
-        differing = sorted(
-            name for name in {*expected, *found} if expected.get(name) != found.get(name)
-        )
-        raise LinnaeusError(
-            "--format timm: with a classifier of its own, timm's model has other layers before it than "
-            f"the run's ({differing[0]} and {len(differing) - 1} more); use another --format"
-        )
-    return {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in expected}
+    return tensors

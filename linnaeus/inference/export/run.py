@@ -92,16 +92,16 @@ def export_run(
     for name, value, choices in (("--format", format, FORMATS), ("--outputs", outputs, OUTPUTS)):
         if value not in choices:
             raise ConfigError(f"{name}: {value!r} is none of {', '.join(choices)}")
-    if level is not None and format != "timm":
-        raise ConfigError("--level: only timm takes a single level; other formats hold all of them")
-    if opset is not None and format != "onnx":
-        raise ConfigError("--opset: is of ONNX; leave it out, or give --format onnx")
-    is_program = format in ("onnx", "torch-export")
-    for name, is_given in (("--half", half), ("--preprocessing", preprocessing)):
-        if is_given and not is_program:
-            raise ConfigError(
-                f"{name}: changes the computation; give --format onnx or torch-export"
-            )
+    programs = ("onnx", "torch-export")
+    for name, is_given, takes in (
+        ("--level", level is not None, ("timm",)),
+        ("--opset", opset is not None, ("onnx",)),
+        ("--half", half, programs),
+        ("--preprocessing", preprocessing, programs),
+    ):
+        if is_given and format not in takes:
+            raise ConfigError(f"{name}: only goes with --format {' or '.join(takes)}; leave it out")
+    is_program = format in programs
     if preprocessing and (outputs == "logits" or not run.classes or run.spec.preprocessing is None):
         reason = "gives probabilities; leave out --outputs logits"
         if outputs != "logits":
