@@ -397,22 +397,8 @@ needs no other rank, and a number that is formatted need not be known."""
 def _autocast_methods(paths: CudaPaths) -> Iterator[tuple[Any, str, Any]]:
     plain_init, plain_exit = autocast.__init__, autocast.__exit__
 
-    def init(
-        self: Any,
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-    ) -> None:
-        if device_type not in ("cuda", "meta"):
-            plain_init(self, device_type, dtype, enabled, cache_enabled)
-            return
-        self.device, self._enabled = "cuda", enabled
-        self.fast_dtype = torch.get_autocast_dtype("cuda") if dtype is None else dtype
-        self._cache_enabled = (
-            torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
-        )
-        self.custom_backend_name = torch._C._get_privateuse1_backend_name()
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        plain_init(self, "cuda" if device_type == "meta" else device_type, *args, **kwargs)
 
     def leave(self: Any, *error: Any) -> Any:
         result = plain_exit(self, *error)
@@ -420,5 +406,7 @@ def _autocast_methods(paths: CudaPaths) -> Iterator[tuple[Any, str, Any]]:
             paths.casts.clear()
         return result
 
+    yield torch.cuda.amp.common, "amp_definitely_not_available", lambda: False
+    yield torch.cuda, "is_bf16_supported", lambda: True
     yield autocast, "__init__", init
     yield autocast, "__exit__", leave
