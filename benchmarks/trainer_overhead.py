@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -71,7 +72,7 @@ def mlp(width: int) -> nn.Module:
     sizes = (NUM_FEATURES, width, width, width)
     hidden = [
         layer
-        for before, after in zip(sizes, sizes[1:], strict=False)
+        for before, after in pairwise(sizes)
         for layer in (nn.Linear(before, after), nn.ReLU())
     ]
     return nn.Sequential(*hidden, nn.Linear(width, 10))

@@ -220,7 +220,7 @@ class BatchPlan:
         """What differs from the plan that a checkpoint has saved with `as_dict`, as `NAME before -> now`."""
         now = self.as_dict()
         names = ("EFFECTIVE_BATCH", "LEARNING_RATE", "TOTAL_STEPS", "WARMUP_STEPS")
-        changed = [name for name in names if saved.get(name, now[name]) != now[name]]
+        changed = [name for name in names if saved[name] != now[name]]
         return [f"{name} {saved[name]} -> {now[name]}" for name in changed]
 
 

@@ -395,15 +395,15 @@ class Claim:
                 f"{f', or taken over by {holder}' if holder else ''}; this run (id {self.id}) ends here"
             )
 
-    def check_id(self, found: str | None, path: Path) -> None:
-        """Make sure that a checkpoint is this run's; one of an older version has no id.
+    def check_id(self, found: str, path: Path) -> None:
+        """Make sure that a checkpoint is this run's.
 
         Raises:
             CheckpointError: it is another run's.
         """
         if "id" not in self._earlier:
-            self.id = found or self.id
-        elif found not in (None, self.id):
+            self.id = found
+        elif found != self.id:
             raise CheckpointError(
                 f"{path} belongs to the run with the id {found}, and {self.folder / RUN} to the run with the "
                 f"id {self.id}: two runs are mixed. Put the checkpoint back where it comes from, or choose "

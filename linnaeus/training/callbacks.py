@@ -110,13 +110,9 @@ def callback_states(callbacks: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def load_callback_states(callbacks: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Give callbacks the states that `callback_states` returned, where their class is the same.
-
-    States of earlier versions have no class name.
-    """
+    """Give callbacks the states that `callback_states` returned, where their class is the same."""
     for key in callbacks.keys() & states.keys():
-        saved, now = states[key], _class_name(callbacks[key])
-        before, state = saved if isinstance(saved, tuple) else (now, saved)
+        (before, state), now = states[key], _class_name(callbacks[key])
         if before == now:
             call_back({key: callbacks[key]}, "load_state_dict", state)
         else:

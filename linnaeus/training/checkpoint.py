@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,8 +207,8 @@ class Checkpoint:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The nodes that it was written with; empty in one of an early version."""
-        return self.entries.get("config", {})  # type: ignore[no-any-return]
+        """The nodes that it was written with."""
+        return self.entries["config"]  # type: ignore[no-any-return]
 
     def restore(self, target: TrainingState, world: World) -> None:
         """Load the state on every rank and free it. Collective; call once.
@@ -581,13 +581,13 @@ def load_checkpoint(path: Path, *, mmap: bool = False, check: bool | None = None
             f"{path} is damaged or no checkpoint of Linnaeus: {reason}"
         ) from error
     names = content.keys() if isinstance(content, dict) else set()
-    if missing := [name for name in ("progress", "rng", "autobatch") if name not in names]:
+    required = ("progress", "rng", "autobatch", "config")
+    if missing := [name for name in required if name not in names]:
         raise CheckpointError(
             f"{path} is no checkpoint of a run of Linnaeus: it has no {missing[0]} (for a file of weights "
             "alone there is MODEL.WEIGHTS)"
         )
-    known = {entry.name for entry in fields(TrainingProgress)}
-    if not {"epoch", "samples", "step"} <= content["progress"].keys() <= known:
+    if content["progress"].keys() != vars(TrainingProgress()).keys():
         raise CheckpointError(
             f"{path} is of another version of Linnaeus: its progress is {content['progress']!r:.200}"
         )

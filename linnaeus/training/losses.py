@@ -131,9 +131,8 @@ class TaxonomicLoss(nn.Module):
         else:
             targets_by_level = targets.unbind(dim=1)
         if len(logits_by_level) == 1:
-            return self._sum(*logits_by_level, *targets_by_level, self.class_weights(0)) / len(
-                targets
-            )
+            [logits], [target] = logits_by_level, targets_by_level
+            return self._sum(logits, target, self.class_weights(0)) / len(targets)
         parts = zip(logits_by_level, targets_by_level, self.level_weights, strict=True)
         losses = [
             weight * (self._sum(logits, target, self.class_weights(level)) / len(target))

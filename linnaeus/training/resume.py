@@ -191,19 +191,17 @@ def check_changes(changes: Iterable[Change], resume_with: str | None) -> None:
         logger.info("TRAIN.RESUME_WITH %s: %s", resume_with, change)
 
 
-def check_classes(spec: Mapping[str, Any] | None, taxonomy: Taxonomy | None, run: Path) -> None:
+def check_classes(spec: Mapping[str, Any], taxonomy: Taxonomy | None, run: Path) -> None:
     """Refuse data whose levels or classes are not those of the checkpoint, in the same order.
 
     Args:
-        spec: the checkpoint's `ModelSpec` as plain values; None in one of an older version.
+        spec: the checkpoint's `ModelSpec` as plain values.
         taxonomy: of the data; None where it has no classes.
         run: folder of the run, for the remedy.
 
     Raises:
         ConfigError: names the levels, or some of the classes that were added and removed.
     """
-    if spec is None:
-        return
     levels = [] if spec["taxonomy"] is None else spec["taxonomy"]["levels"]
     before = {level["name"]: list(level["classes"]) for level in levels}
     levels = () if taxonomy is None else taxonomy.levels
@@ -237,17 +235,16 @@ def resumed_progress(
         config: names the metric that early stopping watches; by default it is the headline.
     """
     progress = TrainingProgress(**content["progress"])
-    if content.get("headline", headline) != headline:
+    if content["headline"] != headline:
         progress.best, progress.best_epoch = None, None
-    if watched_before(content, headline) != (config.METRIC or headline):
+    if watched_before(content) != (config.METRIC or headline):
         progress.watched_best, progress.num_stale = -math.inf, 0
     return progress
 
 
-def watched_before(content: Mapping[str, Any], headline: str) -> str:
-    """The metric that the run of a checkpoint watched; `headline` is for one that names none."""
-    node = content.get("config", {}).get("TRAIN", {}).get("EARLY_STOPPING", {})
-    return str(node.get("METRIC") or content.get("headline", headline))
+def watched_before(content: Mapping[str, Any]) -> str:
+    """The metric that the run of a checkpoint watched."""
+    return str(content["config"]["TRAIN"]["EARLY_STOPPING"]["METRIC"] or content["headline"])
 
 
 def is_finished(progress: TrainingProgress, train: TrainConfig, result: Path, world: World) -> bool:

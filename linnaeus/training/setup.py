@@ -90,7 +90,7 @@ def resumed_checkpoint(
         checkpoints, resumed_nodes(config), config.TRAIN.RESUME_WITH, world
     )
     if checkpoint is not None and folder.claim is not None:
-        folder.claim.check_id(checkpoint.entries.get("run"), checkpoints.last)
+        folder.claim.check_id(checkpoint.entries["run"], checkpoints.last)
     return checkpoint
 
 
@@ -136,7 +136,7 @@ def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> 
     world.update("building data and model")
     data = build_data(config.DATA, seed=seed, on_main=world.on_main)
     if checkpoint is not None:
-        check_classes(checkpoint.entries.get("model_spec"), data.taxonomy, folder)
+        check_classes(checkpoint.entries["model_spec"], data.taxonomy, folder)
     assembly = assemble(
         config.MODEL,
         config.LOSS,

@@ -169,19 +169,19 @@ class Trainer:
         headline = self.assembly.headline
         self.progress = resumed_progress(entries, headline, self.config.EARLY_STOPPING)
         self._saved_step = self.progress.step
-        if self._probe is not None and entries.get("noise_scale") is not None:
+        if self._probe is not None and entries["noise_scale"] is not None:
             self._probe.scale.load_state_dict(entries["noise_scale"])
         restore_generators(entries, self.world, seed)
-        self._meter.load_states(entries.get("train_loss", ()))
-        before, now = entries.get("config", {}), self.checkpoint_extras.get("config", {})
+        self._meter.load_states(entries["train_loss"])
+        before, now = entries["config"], self.checkpoint_extras["config"]
         if all(before.get(name) == now.get(name) for name in ("OPTIMIZER", "SCHEDULE")):
             watched = self.config.EARLY_STOPPING.METRIC or headline
             self.schedule.load_state_dict(  # a new rate is not one that has dropped
-                entries.get("schedule"), same_metric=watched_before(entries, headline) == watched
+                entries["schedule"], same_metric=watched_before(entries) == watched
             )
-        states = entries.get("callbacks", [{}])
+        states = entries["callbacks"]
         load_callback_states(self.callbacks, states[self.world.rank % len(states)])
-        if entries.get("headline", headline) != headline:
+        if entries["headline"] != headline:
             logger.warning(
                 "warning: %s now decides which checkpoint is best, %s did before: the comparison starts anew",
                 headline,
@@ -193,7 +193,7 @@ class Trainer:
         if epoch > self.plan.num_epochs:
             place = f"after epoch {epoch - 1}: raise TRAIN.EPOCHS to train on"
         logger.info("resumed after %d optimizer steps, %s", self.progress.step, place)
-        if changes := self.plan.differences(entries.get("plan", {})):
+        if changes := self.plan.differences(entries["plan"]):
             logger.warning(
                 "warning: the checkpoint was written with another batch plan (%s); training goes on with "
                 "this plan and its learning rate, at the same place in the schedule",
@@ -344,8 +344,15 @@ class Trainer:
         """Train on the rest of the current epoch, or on less of it when the user asks to stop."""
         batches, stages = self._start_epoch()
         while stages:
-            stage, lr, epoch = stages.pop(), self.schedule.lr, self.progress.epoch + 1
-            loss = self._take_step(batches, stage)
+            stage, lr, loss = stages.pop(), self.schedule.lr, None
+            sizes, epoch = stage.micro_batches, self.progress.epoch + 1
+            if self.train_step.callbacks:
+                self.train_step.state = self._callback_state(epoch)
+            try:
+                num_samples = sum(sizes) if len(set(sizes)) > 1 else None
+                loss = self.train_step(batches, len(sizes), num_samples)
+            except Exception as error:
+                self._handle_step_error(error, stage)  # may raise, or else the step is taken again
             if loss is None:
                 self._memory.clean()  # what the failed step held
                 batches, stages = self._rest_of_epoch()
@@ -353,7 +360,8 @@ class Trainer:
             self._count_step(stage, loss)
             if self.progress.step % self.config.LOG_EVERY == 0 or not stages:
                 self._log_training(lr, stage)
-            call_back(self.callbacks, "on_step_end", self._callback_state(epoch, loss))
+            if self.callbacks:
+                call_back(self.callbacks, "on_step_end", self._callback_state(epoch, loss))
             if self._agree_after_step():
                 self._meter.mean()  # weights after a loss that is not finite must replace no good checkpoint
                 self._count_seconds()
@@ -364,17 +372,6 @@ class Trainer:
                 break
         self._count_seconds()
 
-    def _take_step(self, batches: Iterator[Batch], stage: Stage) -> torch.Tensor | None:
-        """Take an optimizer step and return the loss; None where it is to be taken again, in parts."""
-        sizes = stage.micro_batches
-        self.train_step.state = self._callback_state(self.progress.epoch + 1)
-        try:
-            num_samples = sum(sizes) if len(set(sizes)) > 1 else None
-            return self.train_step(batches, len(sizes), num_samples)
-        except Exception as error:
-            self._handle_step_error(error, stage)  # may raise
-            return None
-
     def rehearse(self) -> None:
         """Take one optimizer step and validate one batch, and record nothing. Collective.
 
@@ -383,14 +380,21 @@ class Trainer:
         """
         with self._errors_explained(), self.progress_bar:
             batches, stages = self._start_epoch()
+            self.train_step.state = self._callback_state(self.progress.epoch + 1)
             while stages:
-                loss = self._take_step(batches, stages.pop())
-                if loss is not None:
+                stage = stages.pop()
+                try:
+                    loss = self.train_step(
+                        batches, len(stage.micro_batches), stage.effective_batch_size
+                    )
+                except Exception as error:
+                    self._handle_step_error(error, stage)  # may raise, or else it is taken in parts
+                    self._memory.clean()
+                    batches, stages = self._rest_of_epoch()
+                else:
                     self._meter.add(loss)
                     logger.info("dry run: one optimizer step, loss %.4f", self._meter.mean())
                     break
-                self._memory.clean()
-                batches, stages = self._rest_of_epoch()
             empty_cache(self.world.device)
             values = self._validation_metrics(list(islice(self.loaders.val, 1)))
         shown = "  ".join(f"{name} {value:.4f}" for name, value in (values or {}).items())

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 
 from linnaeus.autobatch.state.rng import rng_state
+from linnaeus.training.checkpoint import TrainingProgress
 
 
 def whole(epoch: int = 1, step: int = 0, **more: Any) -> dict[str, Any]:
     """All that a checkpoint must have, and no state."""
     return {
-        "progress": {"epoch": epoch, "samples": 0, "step": step},
+        "progress": vars(TrainingProgress(epoch, step=step)),
         "rng": [rng_state(torch.device("cpu"))],
         "autobatch": {},
+        "config": {},
         **more,
     }

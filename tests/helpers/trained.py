@@ -15,6 +15,7 @@ from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.models.model_spec import ModelSpec
+from linnaeus.training.checkpoint import TrainingProgress
 
 BIRDS = Taxonomy(
     (
@@ -87,7 +88,8 @@ def save_checkpoint(
     path: Path, spec: ModelSpec | None, state: dict[str, Any], **content: Any
 ) -> None:
     whole = {
-        "progress": {"epoch": 1, "samples": 0, "step": 1},
+        "progress": vars(TrainingProgress(1, step=1)),
+        "config": {},
         "rng": [],
         "autobatch": {},
         "state": state,

@@ -18,6 +18,7 @@ from linnaeus.runtime.signals import StopRequest
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.ddp import wrap
+from linnaeus.training.resume import resumed_nodes
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.trainer import Trainer
@@ -71,6 +72,6 @@ def building(
             checkpoints=checkpoints,
             progress_bar=ProgressBar(None),
             stop=StopAgreement(world, StopRequest()),
-            checkpoint_extras={"autobatch": {}},
+            checkpoint_extras={"autobatch": {}, "config": resumed_nodes(config)},
             wrap=partial(wrap, world=world),
         )

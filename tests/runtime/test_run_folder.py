@@ -388,12 +388,11 @@ def test_a_run_that_has_lost_its_folder_writes_nothing_more(folder: Path, how: s
 
 def test_a_checkpoint_of_another_run_is_refused_with_both_ids(folder: Path) -> None:
     claim = Claim(folder)
-    claim.check_id("an older run without run.json", folder)
+    claim.check_id("the id of its checkpoint", folder)
     claim.begin()
     claim.release()
     again = Claim(folder)
-    assert again.id == "an older run without run.json"
-    again.check_id(None, folder)
+    assert again.id == "the id of its checkpoint"
     with pytest.raises(CheckpointError, match=rf"other.*{again.id}"):
         again.check_id("other", folder)
     again.release()

@@ -136,9 +136,7 @@ def test_of_a_checkpoint_that_cannot_be_used_the_one_before_it_is(
     assert epoch_of(checkpoints.read_latest()) == 3
 
 
-def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_used(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_with_all_of_its_entries_is_used(tmp_path: Path) -> None:
     """The negative control."""
     path = tmp_path / "last.pt"
     newest = whole(

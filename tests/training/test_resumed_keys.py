@@ -243,7 +243,6 @@ TAXONOMY = Taxonomy((Level("kind", ("a", "b")), Level("piece", ("k", "l", "m")))
 def test_other_classes_are_named_and_refused(levels: dict[str, str], named: list[str]) -> None:
     spec = {"taxonomy": {"levels": [dataclasses.asdict(level) for level in TAXONOMY.levels]}}
     check_classes(spec, TAXONOMY, Path("runs/a"))
-    check_classes(None, TAXONOMY, Path("runs/a"))
     parts = tuple(Level(name, tuple(classes)) for name, classes in levels.items())
     with pytest.raises(ConfigError) as caught:
         check_classes(spec, Taxonomy(parts) if parts else None, Path("runs/a"))
