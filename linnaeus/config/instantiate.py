@@ -119,9 +119,18 @@ def prepare(node: Mapping[str, Any], where: str) -> functools.partial[Any]:
         text, _, key = str(error).partition("\nfull_key: ")
         if "HYDRA_FULL_ERROR" in text:  # Hydra leaves the reason to the traceback
             root = error.__cause__ and (error.__cause__.__cause__ or error.__cause__)
-            key, text = f"{key}._target_", f"{text.partition(',')[0]}: {root}"
+            key, text = f"{key}._target_", f"{text.partition(',')[0]}: {_near(text) or root}"
         text = textwrap.shorten(text, 300, placeholder=" ...")
         raise ConfigError(f"{key or where}: {text}{place_of(error)}") from error
+
+
+def _near(text: str) -> str | None:
+    """The name that a misspelled one in Hydra's error most likely means; None where its module is missing."""
+    module, _, name = text.split("'")[1].rpartition(".")
+    if module not in sys.modules:  # Hydra imports it
+        return None
+    close = get_close_matches(name, dir(sys.modules[module]), n=1)
+    return f"{module} has no {name}" + (f"; did you mean {module}.{close[0]}?" if close else "")
 
 
 def call_target(
