@@ -385,7 +385,7 @@ class Trainer:
                 stage = stages.pop()
                 try:
                     loss = self.train_step(
-                        batches, len(stage.micro_batches), stage.effective_batch_size
+                        batches, len(stage.micro_batches), sum(stage.micro_batches)
                     )
                 except Exception as error:
                     self._handle_step_error(error, stage)  # may raise, or else it is taken in parts
