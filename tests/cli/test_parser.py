@@ -277,3 +277,20 @@ def test_ctrl_c_before_the_work_says_a_word(run, monkeypatch):
 def test_a_command_that_is_gone_names_the_new_one(run):
     outcome = run("plan", "--cfg", "my_exp.yaml")
     assert (outcome.code, "linnaeus analyze" in outcome.err) == (2, True)
+
+
+INTERRUPTED = """
+import sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "linnaeus.cli.main":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+import linnaeus.main
+"""
+
+
+def test_ctrl_c_while_the_program_is_imported_says_a_word():
+    command, env = [sys.executable, "-c", INTERRUPTED], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (130, 1)
