@@ -83,7 +83,7 @@ if [ -n "${SMALL:-}" ]; then
   part finders 30 python3 benchmarks/search_peers.py --help
   search_under_ddp test_resnet 64 64
   train_with bf16 60 MODEL.NAME=test_resnet TRAIN.AMP=bf16 DATA.AUTOBATCH.MAX_BATCH_SIZE=64
-  part overhead 60 python3 benchmarks/trainer_overhead.py --turns 2 --steps 2 --model test_resnet
+  part overhead 60 python3 benchmarks/trainer_overhead.py --turns 2 --widths 256 --accumulation 1
 else
   part tests 80 python3 -m pytest -q -p no:cacheprovider -m "gpu and not slow" tests/autobatch tests/phantom
   part truth 120 python3 -m benchmarks.gpu_truth --rows 8
@@ -91,7 +91,7 @@ else
   search_under_ddp resnet50 224 4096
   train_with bf16 30 MODEL.NAME=resnet50 TRAIN.AMP=bf16 DATA.IMG_SIZE=224
   train_with compile 50 MODEL.NAME=resnet50 TRAIN.AMP=bf16 TRAIN.COMPILE=True DATA.IMG_SIZE=224
-  part overhead 30 python3 benchmarks/trainer_overhead.py --model resnet18 --img-size 64
+  part overhead 30 python3 benchmarks/trainer_overhead.py --accumulation 1
 fi
 echo
 cat "$folder/summary.txt"
