@@ -66,12 +66,16 @@ class Checked:
         for path, value in self._given.items():
             hint = KEYS[path].hint if path in KEYS else None
             OmegaConf.update(root, dotted(path), with_arithmetic(value, hint), merge=False)
-        fill_nulls(root, cfg)
-        typed = OmegaConf.structured(Config)
+        filled = fill_nulls(root, cfg)
+        typed = copy.deepcopy(_typed_defaults())
         nodes = [path for path in self._given if path not in KEYS]
         for path in [*KEYS, *nodes]:
-            if not any(path[: len(node)] == node != path for node in nodes):
+            if any(path[: len(node)] == node != path for node in nodes):
+                continue
+            if path in self._given or path not in _constants() or path in filled:
                 self._resolve(root, typed, path)
+            else:
+                self.values[path] = copy.copy(_constants()[path])
         for suffix in ("", "_VAL"):
             low, high = (
                 ("DATA", "AUTOBATCH", f"{end}_BATCH_SIZE{suffix}") for end in ("MIN", "MAX")
@@ -173,6 +177,17 @@ def _defaults() -> Any:
     for path, key in KEYS.items():
         OmegaConf.update(root, dotted(path), with_arithmetic(key.default, key.hint), merge=False)
     return root
+
+
+@functools.cache
+def _typed_defaults() -> Any:
+    return OmegaConf.structured(Config)
+
+
+@functools.cache
+def _constants() -> dict[Path, Any]:
+    """The defaults that refer to no other key: they need no resolving, typing or checking."""
+    return {path: key.default for path, key in KEYS.items() if "${" not in str(key.default)}
 
 
 def _get(config: Any, path: Path) -> Any:

@@ -144,12 +144,15 @@ def register(chosen: Mapping[str, str]) -> None:
         OmegaConf.register_new_resolver(f"linnaeus.{name}", resolver, replace=True)
 
 
-def fill_nulls(root: DictConfig, cfg: str | None) -> None:
+def fill_nulls(root: DictConfig, cfg: str | None) -> set[tuple[str, ...]]:
     """Fill the keys whose null follows the dataset: some of augmentation, and the name of the run.
 
     Args:
         root: the unresolved configuration.
         cfg: the last file of `--cfg` or `--config-name`, which names a run without a name.
+
+    Returns:
+        The keys filled.
     """
 
     def of_dataset(name: str) -> Any:
@@ -163,11 +166,13 @@ def fill_nulls(root: DictConfig, cfg: str | None) -> None:
         root.EXPERIMENT.NAME = MISSING
     target = of_dataset(TARGET)
     is_files = not target and of_dataset("NAME") in IMAGE_FILES
+    filled: set[tuple[str, ...]] = set()
     for name, values in _OF_DATA.items():
         if raw["DATA"]["AUGMENT"][name] is None:
             root.DATA.AUGMENT[name] = values[not is_files]
+            filled.add(("DATA", "AUGMENT", name))
     if is_named:
-        return
+        return filled
     folder = of_dataset("ROOT")
     folder = folder[0] if OmegaConf.is_list(folder) and folder else folder
     names = [
@@ -180,6 +185,7 @@ def fill_nulls(root: DictConfig, cfg: str | None) -> None:
     root.EXPERIMENT.NAME = escape(
         next(name for name in names if name and check and not check(name))
     )
+    return filled | {("EXPERIMENT", "NAME")}
 
 
 @functools.cache
