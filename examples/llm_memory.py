@@ -19,6 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from linnaeus import predict_memory
+from linnaeus.autobatch.predict.prediction import MARGIN
 
 GIB = 1024**3
 
@@ -66,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     args = parser.parse_args(argv)
     config = AutoConfig.from_pretrained(args.config, local_files_only=True)
     found = predicted(config, args.sequence, lora=args.lora, checkpointing=args.checkpointing)
-    size: int | None = found.largest(int(args.gib * GIB / found.margin))
-    print(f"batch size {size}, with a margin of {found.margin - 1:.0%}")
+    size: int | None = found.largest(int(args.gib * GIB / MARGIN))
+    print(f"batch size {size}, with a margin of {MARGIN - 1:.0%}")
     print(f"peak with {size or 1}: {found.peak_bytes(size or 1) / GIB:.2f} GiB")
     return size
 

@@ -227,10 +227,12 @@ def _missing(choice: Override, folders: Sequence[FilePath], own: Sequence[FilePa
 
 def _apply(tree: DictConfig, override: Override) -> None:
     """Set or delete one key; raises `ValueError` with what is wrong with that."""
-    if not override.delete:
-        OmegaConf.update(tree, override.key, override.value(), force_add=True)
-        return
     path = override.path
+    if not override.delete:
+        is_known = path in KEYS or path in NODES or is_open(path)
+        value = override.value() if is_known else override.text  # the check refuses the key
+        OmegaConf.update(tree, override.key, value, force_add=True)
+        return
     above = OmegaConf.select(tree, dotted(path[:-1])) if path[1:] else tree
     if OmegaConf.is_dict(above) and path[-1] in above:
         del above[path[-1]]
