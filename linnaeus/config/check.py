@@ -157,7 +157,7 @@ class Checked:
         if wrong:
             choices = ", ".join(key.choices or ())
             meaning = alias(str(wrong[0])) or ""
-            is_here = meaning.startswith(f"write {dotted(path)}=")
+            is_here = meaning.startswith((f"write {dotted(path)}=", f"{dotted(path)} "))
             hint = f"; {meaning}" if is_here else suggest(str(wrong[0]), key.choices or ())
             self._refuse(path, f"{show(wrong[0])} is not one of {choices}", hint)
         elif not all(

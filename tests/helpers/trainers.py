@@ -72,6 +72,10 @@ def building(
             checkpoints=checkpoints,
             progress_bar=ProgressBar(None),
             stop=StopAgreement(world, StopRequest()),
-            checkpoint_extras={"autobatch": {}, "config": resumed_nodes(config)},
+            checkpoint_extras={
+                "autobatch": {},
+                "config": resumed_nodes(config),
+                "plan": plan.as_dict(),
+            },
             wrap=partial(wrap, world=world),
         )
