@@ -161,10 +161,10 @@ class TrialRunner:
             raise
         except Exception as error:
             if not self._has_drifted:
-                if not self._largest_fitted and self._fits(2 * size):
+                if not self._largest_fitted:
                     error.add_note(
-                        f"AutoBatch was running batch size {size}, the first that it tries; {2 * size} runs. "
-                        "min_batch_size and multiple_of choose the sizes"
+                        f"AutoBatch called the step with batch size {size}, its first. Where a step needs "
+                        "batches of another size, set min_batch_size or multiple_of"
                     )
                 raise
             release_frames(error)
@@ -174,13 +174,6 @@ class TrialRunner:
         self._has_drifted = True
         self._largest_fitted = max(self._largest_fitted, size)
         return peak_bytes
-
-    def _fits(self, size: int) -> bool:
-        """Return whether a size runs where a smaller one fails, so that the size is the cause."""
-        self.clean()
-        with contextlib.suppress(Exception), self._clean_slate(size):
-            return self._run(size)[0] is None
-        return False
 
     def warm_up(self, size: int) -> None:
         """Run a size first: kernels are loaded, and whether equal steps allocate equal memory shows.

@@ -145,10 +145,9 @@ def read(argv: Sequence[str]) -> tuple[PredictOptions]:
         problems.append(f"--split {options.split}: predicts images of RUN; leave out IMAGES")
     elif options.split is not None and not problems:
         options.images = _split_images(options.run, options.split)
-        return (options,)
     elif not options.images:
         problems.append("IMAGES: name files, folders or patterns after RUN, or - for a list")
-    for word in options.images:
+    for word in () if options.split else options.images:
         if _is_run(word):
             problems.append(
                 f"IMAGES: {word}: is a run, and RUN comes first: linnaeus predict {word} IMAGES"

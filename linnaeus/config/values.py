@@ -77,7 +77,8 @@ def convert(value: Any, key: Key, *, is_reference: bool) -> Any:
     if hint is str and isinstance(value, bool | float) and not is_reference:
         raise ValueError(f"{value} is not text; quotes make it text")
     if typing.get_origin(hint) is list and value is not None:
-        if isinstance(value, dict) or (isinstance(value, str) and value[:1] in ("", "[", "{")):
+        is_text = isinstance(value, str) and (is_reference or value[:1] in ("", "[", "{"))
+        if isinstance(value, dict) or is_text:
             hint = "; ${oc.decode:...} reads a list from text" if is_reference else ""
             raise ValueError(f"{show(value)} is not {WANTED[list]}{hint}")
         (element,) = typing.get_args(hint)

@@ -32,10 +32,10 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def lent_generators() -> Iterator[None]:
-    """Context that reads samples: the global generators may be seeded, and are as before at its end.
+    """Context that reads samples: the global generators may be seeded, and go on as before at its end.
 
-    It is cheap. NumPy's generator gets other bits for the time, since copying its own takes 70 us; a second
-    normal number that it keeps is forgotten. Contexts must not be nested.
+    One thing is lost: the second of two normal numbers that NumPy draws at a time. In exchange NumPy's
+    generator is swapped, which is cheap, and not copied. Contexts must not be nested.
     """
     np, python, torch_state = numpy(), random.getstate(), torch.get_rng_state()
     bits = np.random.get_bit_generator() if np else None

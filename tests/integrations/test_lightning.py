@@ -86,7 +86,7 @@ def test_training_takes_the_memory_that_the_search_measured(options, average):
         return [EMAWeightAveraging(decay=0.9)] if average else []
 
     fit(Net(mib=1.0))
-    callback = AutoBatch(**room(70), max_batch_size=60, val=False)
+    callback = AutoBatch(**room(120), max_batch_size=90, val=False)
     fit(Large(), callbacks=[*others(), callback], **options)
     result = callback.results["train"]
     assert result.limited_by == "memory"

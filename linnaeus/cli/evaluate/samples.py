@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from PIL import Image
 from torch import Tensor
+from torchvision.transforms.v2.functional import to_pil_image
 
 from linnaeus.data.contact_sheet import NUM_PICTURES, draw_contact_sheet
+from linnaeus.data.image import load_image
 from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.data.transforms import Preprocessing
 from linnaeus.runtime.files import not_written, write_atomically
 
 
@@ -38,8 +40,13 @@ def sample_table(
     return table.sort_values("loss", ascending=False, na_position="last", kind="stable")
 
 
-def write_samples(table: pd.DataFrame, taxonomy: Taxonomy, path: Path) -> Path:
-    """Write the table, and the contact sheet beside it, whose path is returned."""
+def write_samples(
+    table: pd.DataFrame, taxonomy: Taxonomy, preprocessing: Preprocessing, path: Path
+) -> Path:
+    """Write the table, and the contact sheet beside it, whose path is returned.
+
+    Pictures show images as the model reads them, before resizing: turned, and with values scaled alike.
+    """
     text = table.to_csv(index=False) if path.suffix.lower() == ".csv" else None
     content = table.to_parquet(index=False) if text is None else text.encode()
     try:
@@ -57,6 +64,8 @@ def write_samples(table: pd.DataFrame, taxonomy: Taxonomy, path: Path) -> Path:
             strict=True,
         )
     ]
-    pictures = (Image.open(image).convert("RGB") for image in worst["path"])
+    channels = preprocessing.channels
+    images = (load_image(file, channels, preprocessing.decoding) for file in worst["path"])
+    pictures = (to_pil_image(image[: 3 if channels >= 3 else 1]) for image in images)
     draw_contact_sheet(pictures, captions, f"highest loss: {path.name}", sheet)
     return sheet

@@ -169,10 +169,12 @@ def _evaluate(session: Session) -> None:
     logged = _logged(session, data)
     evaluation = Evaluation(about, outcome.metrics, outcome.levels, distance, logged)
     _write(evaluation, output, session)
-    if session.options.samples is not None and outcome.samples is not None and taxonomy is not None:
+    if outcome.samples is not None and (path := session.options.samples) is not None:
+        assert taxonomy is not None
+        assert trained.spec.preprocessing is not None  # as they are image files
         table = sample_table(outcome.samples, files, taxonomy)
-        sheet = write_samples(table, taxonomy, session.options.samples)
-        logger.info("samples: %s, %s", session.options.samples, sheet)
+        sheet = write_samples(table, taxonomy, trained.spec.preprocessing, path)
+        logger.info("samples: %s, %s", path, sheet)
 
 
 def _files(session: Session, data: EvaluationData) -> list[str]:
