@@ -290,3 +290,11 @@ def test_a_model_of_ones_own_has_no_features(desk, run):
     outcome = run("predict", "runs/birds", "runs/birds", *argv)
     assert (outcome.code, "--features" in outcome.err) == (2, True)
     assert not list(desk.glob("a.npy*"))
+
+
+@pytest.mark.parametrize("option", ["--output=nowhere/a.csv", "--features=nowhere/a.npy"])
+def test_files_are_checked_before_the_images_of_a_split(desk, run, option):
+    (desk / "runs/birds/split.csv").write_text("path,split\nphotos/000.png,val\n")
+    outcome = run("predict", "runs/birds", "--split", "val", option, *CPU)
+    assert outcome.code == 2
+    assert "nowhere" in outcome.err

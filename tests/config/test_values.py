@@ -320,6 +320,9 @@ def test_a_list_from_the_environment_is_a_list(key, monkeypatch):
 
 
 def test_what_is_no_list_in_the_environment_is_one_problem(monkeypatch):
+    monkeypatch.setenv("LIST", "a,b")
+    (problem,) = problems("DATA.DATASET.LEVELS=${oc.env:LIST}")
+    assert "oc.decode" in problem
     monkeypatch.setenv("LIST", "{a: 1}")
     for key in ("SCHEDULE.MILESTONES", "DATA.DATASET.LEVELS", "DATA.AUGMENT.MEAN"):
         for argv in (f"{key}=${{oc.env:LIST}}", f"{key}=${{oc.decode:${{oc.env:LIST}}}}"):

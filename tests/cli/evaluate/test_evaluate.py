@@ -5,16 +5,20 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 
 from linnaeus.cli.evaluate.options import read
+from linnaeus.cli.evaluate.samples import write_samples
 from linnaeus.main import cli
 from tests.helpers.datasets import write_image
 from tests.helpers.forks import ROOT, python
 from tests.helpers.runs import TORCHRUN
 from tests.helpers.small_runs import lines_of
+from tests.helpers.trained import ONE_LEVEL, spec_of
 
 FOLDERS = ("cats/lion", "cats/lynx", "dogs/[fox] :cat: $a$ <b>", "dogs/wolf")
 TINY = (
@@ -315,3 +319,16 @@ def test_samples_are_for_image_files(run, tmp_path):
     outcome = run(*EVALUATE, "--samples", "s.csv")
     assert (outcome.code, "--samples" in outcome.err) == (2, True)
     assert not (tmp_path / "s.csv").exists()
+
+
+def test_a_worst_sample_is_drawn_as_the_model_reads_it(tmp_path):
+    """A photograph that is to be turned is higher than wide."""
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (90, 30), "blue").save(tmp_path / "a.jpg", exif=turned)
+    row = {"path": str(tmp_path / "a.jpg"), "class": "cat"}
+    table = pd.DataFrame([row | {"class_predicted": "dog", "class_probability": 0.9}])
+    sheet = write_samples(table, ONE_LEVEL, spec_of().preprocessing, tmp_path / "samples.csv")
+    pixels = np.asarray(Image.open(sheet)).astype(int)
+    rows, columns = np.where((pixels[..., 2] > 200) & (pixels[..., 0] < 60))
+    assert np.ptp(rows) > 2 * np.ptp(columns) > 0
