@@ -372,7 +372,7 @@ class Trainer:
                 break
         self._count_seconds()
 
-    def rehearse(self) -> None:
+    def dry_run(self) -> None:
         """Take one optimizer step and validate one batch, and record nothing. Collective.
 
         Raises:
