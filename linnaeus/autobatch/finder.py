@@ -623,13 +623,13 @@ def _device(state: Sequence[Any], device: torch.device | str | None, mode: Mode)
             "measures one device. Put the model on one device, or give a batch size of your own."
         )
     if device is not None:
-        return _present(device)
+        return _check_device(device)
     for each in (*map(torch.device, accelerators), *devices):
         return each
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def _present(device: torch.device | str) -> torch.device:
+def _check_device(device: torch.device | str) -> torch.device:
     """Return a device that was asked for.
 
     Raises:
