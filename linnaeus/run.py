@@ -28,12 +28,12 @@ from linnaeus.training.setup import (
 from linnaeus.training.trainer import FitResult
 
 
-def run(config: Config, *, rehearse: bool = False) -> FitResult:
+def run(config: Config, *, dry_run: bool = False) -> FitResult:
     """Train as the configuration says.
 
     Args:
         config: of the run.
-        rehearse: take one optimizer step, validate one batch and leave no file.
+        dry_run: take one optimizer step, validate one batch and leave no file.
 
     Raises:
         LinnaeusError: something the user can mend; the message says how.
@@ -77,8 +77,8 @@ def run(config: Config, *, rehearse: bool = False) -> FitResult:
         trainer = build_trainer(
             recording, context, checkpoints, checkpoint, size_origins=origins, callbacks=callbacks
         )
-        if rehearse:
-            trainer.rehearse()
+        if dry_run:
+            trainer.dry_run()
             return FitResult({}, images_per_s=0.0, training_s=0.0)
         result = trainer.fit()
         recording.finish(result, trainer.plan)

@@ -75,7 +75,7 @@ LEAK_TRIALS = 4
 NOTABLE_VARIATION = 0.02
 """Fraction by which peaks of equal steps have to differ, or the peak of a larger size to be smaller, for the
 memory of a step to be called varying."""
-MORE_RUNS = 2
+NUM_CONFIRMATIONS = 2
 """Further runs of the size found where memory varies; the largest peak counts."""
 NOTABLE_GROWTH = 0.01
 """Fraction of the device by which the budget has to shrink during a search to be logged. Also the fraction of
@@ -299,7 +299,7 @@ class BatchSizeFinder:
 
     def _confirmed_where_memory_varies(self, found: SearchResult, size: int) -> SearchResult:
         """Run the size twice more. If a run does not fit, the runs that are left try smaller sizes."""
-        num_left = MORE_RUNS
+        num_left = NUM_CONFIRMATIONS
         while num_left and found.size == size and self._known[size].fits(self.budget_bytes):
             found, num_left = self._run_again(found), num_left - 1
         if found.size != size or self._known[size].fits(self.budget_bytes):
@@ -623,13 +623,13 @@ def _device(state: Sequence[Any], device: torch.device | str | None, mode: Mode)
             "measures one device. Put the model on one device, or give a batch size of your own."
         )
     if device is not None:
-        return _present(device)
+        return _check_device(device)
     for each in (*map(torch.device, accelerators), *devices):
         return each
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def _present(device: torch.device | str) -> torch.device:
+def _check_device(device: torch.device | str) -> torch.device:
     """Return a device that was asked for.
 
     Raises:

@@ -377,7 +377,9 @@ def read_request(
 
     problems += check(options)
     paths = {
-        word: hint for word in parse_command_line(words).stray if (hint := _meant(parser, word))
+        word: hint
+        for word in parse_command_line(words).stray
+        if (hint := _suggested_command(parser, word))
     }
     problems += paths.values()
     try:
@@ -392,7 +394,7 @@ def read_request(
     return options, loaded.config
 
 
-def _meant(parser: CommandParser[Given], word: str) -> str | None:
+def _suggested_command(parser: CommandParser[Given], word: str) -> str | None:
     """The command to type in place of a run's name, a checkpoint or a folder of images; None for others."""
     command, path = f"linnaeus {parser.command.strip('[]')}", Path(word)
     runs = (

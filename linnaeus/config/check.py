@@ -61,7 +61,7 @@ class Checked:
             if not all(isinstance(name, str) for name in path):
                 self._refuse(path, "names must be text; quotes make it text")
         if not self.wrong:
-            self._sort_in((), tree)
+            self._collect((), tree)
         root = copy.deepcopy(_defaults())
         for path, value in self._given.items():
             hint = KEYS[path].hint if path in KEYS else None
@@ -94,7 +94,7 @@ class Checked:
     def _refuse(self, path: Path, problem: str, hint: str = "") -> None:
         self.wrong[path] = f"{problem} ({self._origin(path)}){hint}"
 
-    def _sort_in(self, path: Path, child: Any) -> None:
+    def _collect(self, path: Path, child: Any) -> None:
         """Note a value, or all below a path, as given or wrong."""
         is_tree = isinstance(child, dict) and bool(child)
         takes_tree = path in KEYS and KEYS[path].is_mapping
@@ -104,7 +104,7 @@ class Checked:
             self._given[path] = child
         elif (path in NODES and is_tree) or not path:
             for name, below in child.items():
-                self._sort_in((*path, name), below)
+                self._collect((*path, name), below)
         elif path not in NODES:
             for leaf, value in leaves(child, path):
                 self._refuse(leaf, "no such key", unknown_key(leaf, str(value)))
@@ -123,13 +123,15 @@ class Checked:
             OmegaConf.update(typed, dotted(path), escape(value), merge=False)
             value = _get(typed, path)
         except MissingMandatoryValue as error:
-            self._refuse(_place(error, path), "has no value yet, and needs one")
+            self._refuse(_error_path(error, path), "has no value yet, and needs one")
         except ValidationError:
             hint = strip_optional(key.hint)[0] if key else None
             wanted = WANTED.get(typing.get_origin(hint) or hint)
             self._refuse(path, f"{show(raw)} is not {wanted}")
         except (OmegaConfBaseException, RecursionError) as error:
-            self._refuse(_place(error, path), f"{show(raw)} cannot be resolved: {_reason(error)}")
+            self._refuse(
+                _error_path(error, path), f"{show(raw)} cannot be resolved: {_reason(error)}"
+            )
         except ValueError as error:
             self._refuse(path, str(error))
         else:
@@ -197,7 +199,7 @@ def _get(config: Any, path: Path) -> Any:
     return value
 
 
-def _place(error: Exception, path: Path) -> Path:
+def _error_path(error: Exception, path: Path) -> Path:
     """The key at which OmegaConf found an error."""
     key = getattr(error, "full_key", None) or dotted(path)
     return tuple(key.partition("[")[0].split("."))

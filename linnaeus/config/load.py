@@ -134,12 +134,14 @@ class _Sources:
         self.problems: list[str] = []
         self.typed = typed_keys(line.overrides)
         self._files = [below] if below else []
-        own = [FilePath(name) for option, name in line.sources if option == "--config-dir"]
+        user_folders = [FilePath(name) for option, name in line.sources if option == "--config-dir"]
         self.problems += [
-            f"{folder}: no such folder (--config-dir)" for folder in own if not folder.is_dir()
+            f"{folder}: no such folder (--config-dir)"
+            for folder in user_folders
+            if not folder.is_dir()
         ]
         beside = [FilePath(name).parent for option, name in line.sources if option == "--cfg"]
-        folders = [folder for folder in (*own, *beside, PRESETS) if folder.is_dir()]
+        folders = [folder for folder in (*user_folders, *beside, PRESETS) if folder.is_dir()]
         files: dict[str, File] = {}
         names: list[str] = []
         for option, name in line.sources:
@@ -154,7 +156,9 @@ class _Sources:
                 if not any((folder / f"{names[-1]}.yaml").is_file() for folder in folders):
                     hint = suggest(names.pop(), names_in("", folders))
                     self.problems.append(f"{name}: no such file in --config-dir ({option}){hint}")
-        wrong = {group: _missing(choice, folders, own) for group, choice in line.groups.items()}
+        wrong = {
+            group: _missing(choice, folders, user_folders) for group, choice in line.groups.items()
+        }
         self.problems += filter(None, wrong.values())
         groups = [choice for group, choice in line.groups.items() if not wrong[group]]
         names = [name for name in names if name in files or not name.startswith("linnaeus_cfg")]
@@ -207,12 +211,14 @@ def _is_in(tree: Any, path: Path) -> bool:
     return True
 
 
-def _missing(choice: Override, folders: Sequence[FilePath], own: Sequence[FilePath]) -> str | None:
-    """What is wrong with a choice in a group, where there are no such files; `own` are the folders typed."""
+def _missing(
+    choice: Override, folders: Sequence[FilePath], user_folders: Sequence[FilePath]
+) -> str | None:
+    """What is wrong with a choice in a group, if anything; `user_folders` are those of `--config-dir`."""
     group, text = choice.key.partition("@")[0], choice.text or ""
     there = names_in(group, folders)
     if not there:
-        groups = [*available(*own)]  # a `--cfg` file may lie beside anything
+        groups = [*available(*user_folders)]  # a `--cfg` file may lie beside anything
         hint = alias(group) or f"groups are {', '.join(groups)}{suggest(group, groups)}"
         return f"{group}: no such key or preset group ({COMMAND_LINE}); {hint}"
     names = re.findall(r"[^\s,'\"]+", text[1:-1]) if text.startswith("[") else [text]

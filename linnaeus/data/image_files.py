@@ -56,7 +56,7 @@ class Listing:
         root: folder that relative paths start from.
         paths: path of each image, relative to `root` or absolute; an array of texts.
         lineages: class names that images have, coarse to fine, each once.
-        numbers: the position in `lineages` of the class names of each image.
+        lineage_ids: the position in `lineages` of the class names of each image.
         groups: the group of each image, which a hold-out must not divide; None where there is none.
         is_table: whether a table lists the files, so that some may be missing.
     """
@@ -65,7 +65,7 @@ class Listing:
     root: Path
     paths: Texts
     lineages: list[Lineage]
-    numbers: Places
+    lineage_ids: Places
     groups: Texts | None = None
     is_table: bool = False
 
@@ -91,16 +91,16 @@ class Listing:
     @property
     def counts(self) -> list[int]:
         """The number of images with each of the `lineages`."""
-        return np.bincount(self.numbers, minlength=len(self.lineages)).tolist()  # type: ignore[no-any-return]
+        return np.bincount(self.lineage_ids, minlength=len(self.lineages)).tolist()  # type: ignore[no-any-return]
 
     def take(self, positions: Places | Mask) -> Listing:
         """The listing of some of the samples, by position or by a mask."""
-        held, numbers = np.unique(self.numbers[positions], return_inverse=True)
+        held, numbers = np.unique(self.lineage_ids[positions], return_inverse=True)
         return replace(
             self,
             paths=self.paths[positions],
             lineages=[self.lineages[i] for i in held],
-            numbers=numbers,
+            lineage_ids=numbers,
             groups=None if self.groups is None else self.groups[positions],
         )
 
@@ -111,7 +111,7 @@ class Listing:
             return listings[0]
         lineages, places = distinct(lineage for each in listings for lineage in each.lineages)
         starts = accumulate((len(each.lineages) for each in listings), initial=0)
-        numbers = [each.numbers + start for each, start in zip(listings, starts, strict=False)]
+        numbers = [each.lineage_ids + start for each, start in zip(listings, starts, strict=False)]
         return cls(
             ", ".join(each.source for each in listings),
             Path(),
@@ -321,7 +321,7 @@ def make_split(
             report.append(f"{listing.source}: {number} left out: {named}")
             listing = listing.take(_without(num_files, [*damaged]))
     rows, lacking = encode(listing.lineages, index)
-    numbers = listing.numbers
+    numbers = listing.lineage_ids
     is_unknown = np.isin(numbers, [*lacking])
     num_left_out = int(is_unknown.sum())
     if num_left_out:
@@ -340,7 +340,7 @@ def make_split(
         numbers = numbers[~is_unknown]
         listing = listing.take(~is_unknown)
     targets = rows[torch.from_numpy(numbers)]
-    coarse = listing.paths[np.array([x[-1] is None for x in listing.lineages])[listing.numbers]]
+    coarse = listing.paths[np.array([x[-1] is None for x in listing.lineages])[listing.lineage_ids]]
     if len(coarse):
         counts = f"{len(coarse)} of {counted(len(listing.paths), 'image')}"
         report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
@@ -448,7 +448,7 @@ def hold_out(
         raise ConfigError(
             f"DATA.DATASET.FOLD: {fold}, but the folds are 0 to {num_folds - 1} (DATA.DATASET.NUM_FOLDS)"
         )
-    kinds, numbers = [*map(repr, listing.lineages)], listing.numbers
+    kinds, numbers = [*map(repr, listing.lineages)], listing.lineage_ids
     if taxonomy.is_multilabel:
         labels = [taxonomy.split(cell or "") for (cell,) in listing.lineages]
         counts = Counter[str]()
@@ -508,7 +508,7 @@ def report_repeated(train: Listing, held_out: Sequence[Listing], report: list[st
             replace(each, root=Path(), paths=np.array(each.files, dtype=object))
             for each in (train, *held_out)
         )
-    rows = pd.DataFrame({"path": train.paths, "number": train.numbers}).drop_duplicates()
+    rows = pd.DataFrame({"path": train.paths, "number": train.lineage_ids}).drop_duplicates()
     paths = pd.Series(np.concatenate([each.paths for each in held_out]), dtype=object)
     found = [*rows["path"][rows["path"].duplicated()], *paths[paths.isin(train.paths)].unique()]
     if found:

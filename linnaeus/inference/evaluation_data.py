@@ -232,7 +232,7 @@ def _aligned(
         tuple(None if column < 0 else lineage[column] for column in columns)
         for lineage in listing.lineages
     )
-    return replace(listing, lineages=lineages, numbers=places[listing.numbers]), missing
+    return replace(listing, lineages=lineages, lineage_ids=places[listing.lineage_ids]), missing
 
 
 def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -> None:

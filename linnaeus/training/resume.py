@@ -237,12 +237,12 @@ def resumed_progress(
     progress = TrainingProgress(**content["progress"])
     if content["headline"] != headline:
         progress.best, progress.best_epoch = None, None
-    if watched_before(content) != (config.METRIC or headline):
+    if early_stopping_metric(content) != (config.METRIC or headline):
         progress.watched_best, progress.num_stale = -math.inf, 0
     return progress
 
 
-def watched_before(content: Mapping[str, Any]) -> str:
+def early_stopping_metric(content: Mapping[str, Any]) -> str:
     """The metric that the run of a checkpoint watched."""
     return str(content["config"]["TRAIN"]["EARLY_STOPPING"]["METRIC"] or content["headline"])
 

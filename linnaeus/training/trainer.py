@@ -49,7 +49,7 @@ from linnaeus.training.out_of_memory import (
     wait_unless_first,
 )
 from linnaeus.training.recording import Recording
-from linnaeus.training.resume import restore_generators, resumed_progress, watched_before
+from linnaeus.training.resume import early_stopping_metric, restore_generators, resumed_progress
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.sharding import reshard
 from linnaeus.training.step import ValidationStep
@@ -177,7 +177,7 @@ class Trainer:
         if all(before.get(name) == now.get(name) for name in ("OPTIMIZER", "SCHEDULE")):
             watched = self.config.EARLY_STOPPING.METRIC or headline
             self.schedule.load_state_dict(  # a new rate is not one that has dropped
-                entries["schedule"], same_metric=watched_before(entries) == watched
+                entries["schedule"], same_metric=early_stopping_metric(entries) == watched
             )
         states = entries["callbacks"]
         load_callback_states(self.callbacks, states[self.world.rank % len(states)])
@@ -372,7 +372,7 @@ class Trainer:
                 break
         self._count_seconds()
 
-    def rehearse(self) -> None:
+    def dry_run(self) -> None:
         """Take one optimizer step and validate one batch, and record nothing. Collective.
 
         Raises:

@@ -46,9 +46,9 @@ They are for the context of CUDA and the kernels that have run: since CUDA 11.7,
 Most follow from torch's message where memory ran out, in the GitHub issue: in use, less allocated, less
 reserved, to some 10 MiB, with torch 2.1 or newer. Reports above 2 GiB are left out: other libraries allocate.
 """
-ANY_CARD_MIB = 479, 141, 1106
+ANY_GPU_MIB = 479, 141, 1106
 """Median, tenth and ninetieth percentile of these reports, for other GPUs."""
-ASSUMED_BASE_BYTES = ANY_CARD_MIB[0] * _MIB
+ASSUMED_BASE_BYTES = ANY_GPU_MIB[0] * _MIB
 
 _LESS_THAN_NVIDIA_SMI = 0.6 * GIB
 """torch sees 0.35 to 0.75 GiB less than `nvidia-smi` says, by the GPUs with both figures known."""
@@ -63,7 +63,7 @@ class Gpu:
 
     name: str
     total_bytes: int
-    base_mib: tuple[float, float, float] = ANY_CARD_MIB
+    base_mib: tuple[float, float, float] = ANY_GPU_MIB
 
 
 def _gib(number: float) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from linnaeus.autobatch.predict.gpus import ANY_CARD_MIB, GIB, GPUS, find_gpu
+from linnaeus.autobatch.predict.gpus import ANY_GPU_MIB, GIB, GPUS, find_gpu
 from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.cli.analyze.options import AnalyzeOptions
 from linnaeus.cli.analyze.predict import gpus_of, predict_sizes
@@ -73,9 +73,7 @@ def test_one_prediction_answers_for_several_devices(run):
         assert row["device_bytes"] == total_bytes
         assert (row["certified"], row["trials"], row["samples_per_s"]) == (False, [], None)
         assert row["budget_bytes"] == int(row["memory_fraction"] * total_bytes)
-        base_mib, *_ = (
-            ANY_CARD_MIB if row["device"] == "4 GiB" else find_gpu(row["device"]).base_mib
-        )
+        base_mib, *_ = ANY_GPU_MIB if row["device"] == "4 GiB" else find_gpu(row["device"]).base_mib
         assert row["base_bytes"] == base_mib * MIB < row["peak_bytes"] <= row["budget_bytes"]
         assert 0.8 * row["size_without_margin"] < row["batch_size"] < row["size_without_margin"]
         assert row["peak_bytes"] * MARGIN <= row["budget_bytes"] + 1
@@ -94,7 +92,7 @@ def test_one_prediction_answers_for_several_devices(run):
         "image_size": [64, 64],
     }
     assert expected.items() <= environment.items()
-    device = {"name": "4 GiB", "total_bytes": 4 * GIB, "base_mib": list(ANY_CARD_MIB)}
+    device = {"name": "4 GiB", "total_bytes": 4 * GIB, "base_mib": list(ANY_GPU_MIB)}
     assert environment["devices"][2] == device
     for row in rows[1::2]:
         key = "BATCH_SIZE" if row["mode"] == "train" else "BATCH_SIZE_VAL"
