@@ -173,7 +173,8 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
             and not any("--trials" in p for p in problems)
         ):
             problems.append("--trials: say how many runs the search may have, such as --trials 40")
-    plans = _plans(points, problems)
+    is_here = options.launch.launcher != "slurm" and not (options.status or line.print_config)
+    plans = _plans(points, problems, references=is_here)
     if problems:
         raise ConfigError(problems)
     if line.print_config:
@@ -194,7 +195,9 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
     return options, Sweep.read(folder) if options.status else sweep, plans
 
 
-def _plans(combinations: Sequence[Combination], problems: list[str]) -> list[Plan]:
+def _plans(
+    combinations: Sequence[Combination], problems: list[str], *, references: bool
+) -> list[Plan]:
     """The runs of combinations; what is wrong with some only names one of them."""
     from linnaeus.sweep.folder import plan_run
 
@@ -204,7 +207,7 @@ def _plans(combinations: Sequence[Combination], problems: list[str]) -> list[Pla
         try:
             # One folder for all, also where the name of the sweep follows what is swept.
             folder = plans[0][1].EXPERIMENT.OUTPUT_DIR if plans else None
-            config = plan_run(combination, folder)
+            config = plan_run(combination, folder, references=references)
             plans.append((combination, config))
             for problem in _ineffective(combination, config):
                 combinations_with.setdefault(problem, []).append(combination)
@@ -277,12 +280,13 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
         table = _report(options, sweep, study, console)
         if study is not None and (found := study.best()) is not None:
             logger.info("best: %s", found)
-        if problem := _missing_metric(table):
-            logger.warning("%s", problem)
+        problem = _missing_metric(table)
     finally:
         close_logging()
     if received:
         return EXIT_INTERRUPTED
+    if problem:
+        raise ConfigError(problem)
     num_ended_well = _num_with(table, "finished", "pruned")
     return 0 if num_ended_well and num_ended_well == len(table.rows) else EXIT_SOME_FAILED
 

@@ -65,6 +65,7 @@ def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
             yield key, FilePath(file)
 
 
+@functools.cache
 def _missing_in_timm(name: str, folder: str, pattern: str, noun: str) -> str | None:
     text = _source_of_timm(folder)
     names, word = re.findall(pattern, text), re.escape(name.partition(".")[0])

@@ -45,15 +45,20 @@ Plan = tuple[Combination, Config]
 """A point of a grid, and the configuration of its run, with a name and a folder of its own."""
 
 
-def plan_run(combination: Combination, sweep: str | None = None) -> Config:
+def plan_run(
+    combination: Combination, sweep: str | None = None, *, references: bool = False
+) -> Config:
     """The configuration of a run: in a folder of its own below the sweep's, and resumed there.
 
-    `sweep` is the sweep's folder; None takes that of the configuration.
+    Args:
+        combination: of values.
+        sweep: the sweep's folder; None takes that of the configuration.
+        references: whether files, classes and names of timm must be there; see `load_config`.
 
     Raises:
         ConfigError: lists everything that is wrong with it.
     """
-    config = load_config(combination.argv).config
+    config = load_config(combination.argv, references=references).config
     sweep = sweep or str(config.EXPERIMENT.folder)
     experiment = replace(config.EXPERIMENT, NAME=combination.name, OUTPUT_DIR=sweep)
     return replace(config, EXPERIMENT=experiment, TRAIN=replace(config.TRAIN, AUTO_RESUME=True))

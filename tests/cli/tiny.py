@@ -183,3 +183,7 @@ class Pairs(Dataset[Any]):
 
     def __getitem__(self, index):
         return self.values[index], 2 * self.values[index]
+
+
+Perceptrons = None
+"""No class, as only a run can see."""

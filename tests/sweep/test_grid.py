@@ -103,8 +103,8 @@ def test_one_job_is_the_default(run, monkeypatch):
 )
 @pytest.mark.parametrize("more", [(), ("--search", "optuna", "--trials", "3")])
 def test_a_metric_of_no_validation_is_a_mistake(run, tmp_path, metric, code, more):
-    """Without a look at the data: the class does not exist."""
-    data = "DATA.DATASET._target_=nowhere.Data"
+    """Without a look at the data."""
+    data = "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset"
     sweep = ("sweep", "EXPERIMENT.SEED=1,2", data, "--metric", metric, *more)
     outcome = run(*sweep, "--dry-run")
     assert (outcome.code, outcome.err.count(repr(metric))) == (code, int(code == 2))
@@ -137,3 +137,13 @@ def test_values_with_escapes_arrive_as_in_one_run():
     grid = read_grid([r"EXPERIMENT.WANDB.PROJECT=a\,b,c d,'e,f'"])
     found = [load_config(each.argv).config.EXPERIMENT.WANDB.PROJECT for each in grid.combinations]
     assert found == ["a,b", "c d", "e,f"]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["MODEL.NAME=test_resnet,resnetxx", "DATA.DATASET.ROOT=/nowhere/a,/nowhere/b"]
+)
+def test_what_is_not_there_is_known_before_the_first_run(run, tmp_path, wrong):
+    outcome = run("sweep", wrong, "DATA.DATASET.NAME=imagefolder", "EXPERIMENT.NAME=s")
+    assert outcome.code == 2
+    assert wrong.rpartition(",")[2] in outcome.err
+    assert not (tmp_path / "runs").exists()

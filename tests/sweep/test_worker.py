@@ -69,7 +69,7 @@ def times_begun(folder):
 
 
 def test_a_sweep_with_a_run_that_fails(run_in_child, run, tmp_path):
-    """The second has a class that only the child can look for."""
+    """The second names what is no class, as only a run can see."""
     key, model = "MODEL._target_", "tests.cli.tiny.Perceptron"
     argv = ("sweep", *TINY, f"{key}={model},{model}s", "--plot", "sweep.svg")
     outcome = run_in_child(*argv)
@@ -78,7 +78,7 @@ def test_a_sweep_with_a_run_that_fails(run_in_child, run, tmp_path):
     good, bad = figures(folder)
     assert (good["status"], good["exit_code"], good[key]) == ("finished", 0, model)
     assert (bad["status"], bad["exit_code"], bad["curve"]) == ("failed", 2, [])
-    assert "Perceptrons" in bad["reason"]
+    assert "callable" in bad["reason"]
     assert f"{key}={model}s: failed" in outcome.out, "the last run is told too"
     assert bad["reason"] in outcome.out
     assert "Traceback" not in outcome.out + outcome.err
