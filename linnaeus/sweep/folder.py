@@ -261,15 +261,11 @@ def _space(sweep: Sweep) -> set[str]:
 
 
 def _is_same(text: str, other: str) -> bool:
-    """Whether two configurations are equal, up to where the files are.
-
-    A key that an older version did not have is at its default.
-    """
+    """Whether two configurations are equal, up to where the files are."""
     if text == other:
         return True
     ignored = dict.fromkeys(NOT_SWEPT)
-    defaults = flattened(yaml.safe_load(to_yaml(Config())))
-    mine, others = (defaults | flattened(yaml.safe_load(one)) | ignored for one in (text, other))
+    mine, others = (flattened(yaml.safe_load(one)) | ignored for one in (text, other))
     return bool(mine == others)
 
 
