@@ -23,8 +23,6 @@ Path = tuple[Any, ...]
 
 TARGET = "_target_"
 PRESETS = FilePath(__file__).resolve().parent.parent / "presets"
-SUFFIXES = (".yaml", ".yml")
-"""Endings of files; where both are there, the first counts."""
 
 
 @dataclass(frozen=True)
@@ -130,4 +128,4 @@ def available(*folders: FilePath) -> dict[str, list[str]]:
 def names_in(group: str, folders: Sequence[FilePath]) -> list[str]:
     """The names to choose from in a group; of the group "" the files at the top."""
     files = (file for folder in folders for file in (folder / group).glob("*"))
-    return sorted({file.stem for file in files if file.suffix in SUFFIXES and file.is_file()})
+    return sorted({file.stem for file in files if file.suffix == ".yaml" and file.is_file()})
