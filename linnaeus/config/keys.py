@@ -107,10 +107,16 @@ def _likeness(wanted: str, candidate: str) -> float:
     return max(whole, 0.85 * last + 0.15 * whole)
 
 
-def suggest(word: str, candidates: Collection[str]) -> str:
-    """`; did you mean X?` for the candidate most like the word; empty where none is like it."""
-    matches = get_close_matches(word, list(candidates), n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]}?" if matches else ""
+def suggest(
+    word: str, candidates: Collection[str], before: str = "", *, most: int = 1, cutoff: float = 0.5
+) -> str:
+    """`; did you mean X?` for the candidates most like the word; empty where none is like it.
+
+    >>> suggest("bird", ["birds", "fish"], "data.")
+    '; did you mean data.birds?'
+    """
+    found = get_close_matches(word, list(candidates), n=most, cutoff=cutoff)
+    return f"; did you mean {', '.join(before + each for each in found)}?" if found else ""
 
 
 def available(*folders: FilePath) -> dict[str, list[str]]:
