@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from linnaeus.autobatch.search import TrialRecord
@@ -52,8 +52,7 @@ class AutoBatchResult:
         ran_on_every_rank: the sizes that fit on each of several ranks, which have all run them; `trials`
             are those of rank 0.
         total_is_limit: whether `total_bytes` is the limit.
-        tolerance, multiple_of, min_batch_size, max_batch_size: as asked for; None in the result of an
-            earlier version.
+        tolerance, multiple_of, min_batch_size, max_batch_size: as asked for.
         fit: the attempts of `DATA.AUTOBATCH.FIT`, each with its remedy, the size found and the wanted one.
     """
 
@@ -97,7 +96,7 @@ class AutoBatchResult:
 
     @classmethod
     def from_dict(cls, mode: Mode, entry: Mapping[str, Any]) -> AutoBatchResult:
-        """The inverse of `as_dict`; fields that only an earlier version wrote are left out."""
+        """The inverse of `as_dict`."""
         trials = tuple(
             TrialRecord(trial["batch_size"], trial["status"], trial["peak_bytes"], trial["seconds"])
             for trial in entry["trials"]
@@ -106,6 +105,4 @@ class AutoBatchResult:
         ran = tuple(entry.get("ran_on_every_rank", ()))
         changed: dict[str, Any] = {"trials": trials, "timings": timings, "ran_on_every_rank": ran}
         changed["fit"] = tuple(entry.get("fit", ()))
-        known = {field.name for field in fields(cls)}
-        kept = {name: value for name, value in entry.items() if name in known}
-        return cls(mode=mode, **{**kept, **changed})
+        return cls(mode=mode, **{**entry, **changed})

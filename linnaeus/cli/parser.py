@@ -373,7 +373,8 @@ def read_request(
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
     options, words, problems = parser.words(argv)
-    from linnaeus.config.load import load_config  # help and completion do not wait for OmegaConf
+    from linnaeus.config.dump import to_yaml  # help and completion do not wait for OmegaConf
+    from linnaeus.config.load import load_config
 
     problems += check(options)
     paths = {
@@ -389,7 +390,7 @@ def read_request(
     if problems:
         raise ConfigError(problems)
     if loaded.print_config:
-        return loaded.text()
+        return to_yaml(loaded.config)
     check_files({f"--{name}": vars(options).get(name) for name in ("output", "plot")})
     return options, loaded.config
 

@@ -239,12 +239,13 @@ def _predict(runs: list[TrainedRun], options: PredictOptions, console: Console) 
     if STDIN in options.images:  # names of files may be no valid UTF-8
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     with (
-        _listed(options.output or options.features, unreadable),
         ExitStack() as files,
         # Between printed lines a bar would only get in the way.
         ProgressBar(console if options.output else None) as bar,
         closing(predictor.run(walk(options.images, sys.stdin, unread))) as results,
     ):
+        if output := options.output or options.features:
+            files.callback(_list_unreadable, output, unreadable)
         writers = [files.enter_context(each) for each in _writers(options)]
         bar.start("predicting", None)
         num_predicted = 0
@@ -281,16 +282,6 @@ def _writers(options: PredictOptions) -> Iterator[AbstractContextManager[Writer]
         yield _open(features, FeatureWriter)
         if features.suffix.lower() == ".npy":
             yield _open(features.with_name(f"{features.name}.paths.csv"), PathWriter)
-
-
-@contextmanager
-def _listed(output: Path | None, images: Sequence[Unreadable]) -> Iterator[None]:
-    """Context at whose end unreadable images are listed beside the output."""
-    try:
-        yield
-    finally:
-        if output is not None:
-            _list_unreadable(output, images)
 
 
 def _list_unreadable(output: Path, images: Sequence[Unreadable]) -> None:

@@ -13,11 +13,10 @@ import sysconfig
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from linnaeus.config.keys import TARGET, dotted
+from linnaeus.config.keys import TARGET, dotted, suggest
 from linnaeus.config.keys import Path as Key
 from linnaeus.config.values import escape
 from linnaeus.runtime.errors import ConfigError, TrustError
@@ -129,8 +128,8 @@ def _near(text: str) -> str | None:
     module, _, name = text.split("'")[1].rpartition(".")
     if module not in sys.modules:  # Hydra imports it
         return None
-    close = get_close_matches(name, dir(sys.modules[module]), n=1)
-    return f"{module} has no {name}" + (f"; did you mean {module}.{close[0]}?" if close else "")
+    hint = suggest(name, dir(sys.modules[module]), f"{module}.", cutoff=0.6)
+    return f"{module} has no {name}{hint}"
 
 
 def call_target(
@@ -201,11 +200,10 @@ def _hint(given: Mapping[str, Any], where: str, known: Mapping[str, inspect.Para
     """What a misspelled argument most likely means, or how to leave out keys of the built-in node."""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return ""
-    names = {name.lower(): name for name in known}
     unknown = [name for name in given if name not in known]
     for name in unknown:
-        for match in get_close_matches(name.lower(), names, n=1):
-            return f"; did you mean {where}.{names[match]}?"
+        if hint := suggest(name.lower(), known.keys(), f"{where}.", cutoff=0.6):
+            return hint
     left_out = " ".join(f"~{where}.{name}" for name in unknown if name.isupper())
     if not left_out:
         return ""

@@ -23,8 +23,6 @@ Path = tuple[Any, ...]
 
 TARGET = "_target_"
 PRESETS = FilePath(__file__).resolve().parent.parent / "presets"
-SUFFIXES = (".yaml", ".yml")
-"""Endings of files; where both are there, the first counts."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +107,16 @@ def _likeness(wanted: str, candidate: str) -> float:
     return max(whole, 0.85 * last + 0.15 * whole)
 
 
-def suggest(word: str, candidates: Collection[str]) -> str:
-    """`; did you mean X?` for the candidate most like the word; empty where none is like it."""
-    matches = get_close_matches(word, list(candidates), n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]}?" if matches else ""
+def suggest(
+    word: str, candidates: Collection[str], before: str = "", *, most: int = 1, cutoff: float = 0.5
+) -> str:
+    """`; did you mean X?` for the candidates most like the word; empty where none is like it.
+
+    >>> suggest("bird", ["birds", "fish"], "data.")
+    '; did you mean data.birds?'
+    """
+    found = get_close_matches(word, list(candidates), n=most, cutoff=cutoff)
+    return f"; did you mean {', '.join(before + each for each in found)}?" if found else ""
 
 
 def available(*folders: FilePath) -> dict[str, list[str]]:
@@ -130,4 +134,4 @@ def available(*folders: FilePath) -> dict[str, list[str]]:
 def names_in(group: str, folders: Sequence[FilePath]) -> list[str]:
     """The names to choose from in a group; of the group "" the files at the top."""
     files = (file for folder in folders for file in (folder / group).glob("*"))
-    return sorted({file.stem for file in files if file.suffix in SUFFIXES and file.is_file()})
+    return sorted({file.stem for file in files if file.suffix == ".yaml" and file.is_file()})

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from linnaeus.config.aliases import alias, unknown_key
 from linnaeus.config.check import DEFAULT, Checked
-from linnaeus.config.dump import PLAN, to_yaml
+from linnaeus.config.dump import PLAN
 from linnaeus.config.files import File, chosen_files, compose_files, read_file
 from linnaeus.config.keys import (
     KEYS,
@@ -57,10 +57,6 @@ class LoadedConfig:
     def is_on_command_line(self, path: Path) -> bool:
         """Whether the command line sets this key or a node above it."""
         return _has_prefix(self.typed, path)
-
-    def text(self) -> str:
-        """What `--print-config` prints."""
-        return to_yaml(self.config)
 
 
 def load_config(

@@ -10,14 +10,13 @@ import functools
 import importlib.util
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path as FilePath
 from typing import Any
 
 from linnaeus.config.check import Checked
 from linnaeus.config.instantiate import targets
-from linnaeus.config.keys import Path
+from linnaeus.config.keys import Path, suggest
 from linnaeus.config.values import IMAGE_FILES
 from linnaeus.runtime.files import suggest_path
 
@@ -71,8 +70,7 @@ def _missing_in_timm(name: str, folder: str, pattern: str, noun: str) -> str | N
     names, word = re.findall(pattern, text), re.escape(name.partition(".")[0])
     if not names or re.search(rf"['\"]{word}['\"]|def {word}\(", text, re.IGNORECASE):
         return None
-    close = get_close_matches(name.lower(), sorted({*names}), n=3)
-    return f"{name!r} is not {noun}" + (f"; did you mean {', '.join(close)}?" if close else "")
+    return f"{name!r} is not {noun}{suggest(name.lower(), sorted({*names}), most=3, cutoff=0.6)}"
 
 
 @functools.cache
@@ -103,6 +101,4 @@ def _missing_target(name: str) -> str | None:
     if re.search(rf"\b{rest[0]}\b|import \*|__getattr__|globals\(|setattr\(", source):
         return None
     names = re.findall(r"^(?:class |def |from \S+ import )?(\w+)", source, re.MULTILINE)
-    close = get_close_matches(rest[0], names, n=1)
-    hint = f"; did you mean {module}.{close[0]}?" if close else ""
-    return f"{module} has no {rest[0]!r}{hint}"
+    return f"{module} has no {rest[0]!r}{suggest(rest[0], names, f'{module}.', cutoff=0.6)}"

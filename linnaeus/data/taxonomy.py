@@ -165,23 +165,18 @@ class LabelIndex:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> LabelIndex:
-        """Return the index that `as_dict` wrote.
-
-        A file of an older version may hold tables of levels that the taxonomy lacks (`columns`). Classes
-        then go by their display names.
-        """
+        """Return the index that `as_dict` wrote."""
         levels = content["levels"]
         taxonomy = Taxonomy(
             tuple(Level(level["name"], tuple(level["classes"])) for level in levels),
             tuple(tuple(level["parents"]) for level in levels[1:]),
             levels[0].get("separator"),
         )
-        columns = [*range(len(levels))]
-        if "lookup" not in content or content.get("columns", columns) != columns:
+        if "lookup" not in content:
             return cls.of(taxonomy)
         lookup = tuple(
             {(parent, name): label for label, (parent, name) in enumerate(table)}
-            for table in content["lookup"][: len(levels)]
+            for table in content["lookup"]
         )
         return cls(taxonomy, lookup)
 

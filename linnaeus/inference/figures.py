@@ -234,11 +234,6 @@ class LevelFigures:
             pair_counts=pair_counts,
         )
 
-    @property
-    def num_classes_with_samples(self) -> int:
-        """Classes that the macro figures are means over."""
-        return int((self.classes.num_samples > 0).sum())
-
     def confusions(self, limit: int) -> list[Confusion]:
         """The largest confusions, by number of samples, then by share."""
         names = self.level.classes

@@ -109,10 +109,8 @@ class TrainedRun:
 
     @cached_property
     def precision_settings(self) -> dict[str, Any]:
-        """AMP and CHANNELS_LAST of the run's TRAIN node; where the latter is lost, only speed changes."""
-        known = {"AMP": "off", "CHANNELS_LAST": False} | self.content.get("config", {}).get(
-            "TRAIN", {}
-        )
+        """AMP and CHANNELS_LAST of the run's TRAIN node; a checkpoint lacks the latter, which is speed."""
+        known = {"CHANNELS_LAST": False} | self.content["config"]["TRAIN"]
         if self.folder is not None:
             with suppress(OSError, yaml.YAMLError, LookupError, TypeError):
                 config = yaml.safe_load((self.folder / CONFIG).read_text(encoding="utf-8"))
@@ -208,11 +206,6 @@ def load_run(
                 "`linnaeus export --format safetensors`"
             ) from error
     state = content.pop("state", {})
-    if "model_spec" not in content:
-        raise CheckpointError(
-            f"{file} does not hold the model's classes and preprocessing: an older version of Linnaeus has "
-            "written it. Resume the run with TRAIN.AUTO_RESUME True and one epoch more, which adds them"
-        )
     try:
         spec = ModelSpec.from_dict(content["model_spec"], file)
         model = spec.build(trust_code=trust_code)

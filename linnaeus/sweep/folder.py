@@ -14,7 +14,9 @@ from typing import Any
 import yaml
 
 from linnaeus.config.dump import to_yaml
+from linnaeus.config.keys import dotted
 from linnaeus.config.load import load_config
+from linnaeus.config.overrides import leaves
 from linnaeus.config.schema import Config
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, ConfigError
 from linnaeus.runtime.files import (
@@ -266,15 +268,11 @@ def _space(sweep: Sweep) -> set[str]:
 
 
 def _is_same(text: str, other: str) -> bool:
-    """Whether two configurations are equal, up to where the files are.
-
-    A key that an older version did not have is at its default.
-    """
+    """Whether two configurations are equal, up to where the files are."""
     if text == other:
         return True
     ignored = dict.fromkeys(NOT_SWEPT)
-    defaults = flattened(yaml.safe_load(to_yaml(Config())))
-    mine, others = (defaults | flattened(yaml.safe_load(one)) | ignored for one in (text, other))
+    mine, others = (flattened(yaml.safe_load(one)) | ignored for one in (text, other))
     return bool(mine == others)
 
 
@@ -284,10 +282,4 @@ def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> flattened({"A": {"B": 1, "C": {}}, "D": [2]})
     {'A.B': 1, 'D': [2]}
     """
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}.{key}": inner for key, inner in flattened(value).items()}
-        else:
-            flat[str(name)] = value
-    return flat
+    return {dotted(path): value for path, value in leaves(config) if value != {}}

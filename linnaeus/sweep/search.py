@@ -43,7 +43,7 @@ class Study:
         sweep: a search.
 
     Raises:
-        ConfigError: the file is damaged, or was written by an earlier version.
+        ConfigError: the file is damaged.
         ImportError: Optuna is not installed.
     """
 
@@ -69,10 +69,6 @@ class Study:
                 raise ConfigError(
                     f"EXPERIMENT.NAME: {path} is damaged; give the search another name"
                 ) from error
-        if self.study.direction.name != "MAXIMIZE":
-            raise ConfigError(
-                f"{path}: written by an earlier version; choose another EXPERIMENT.NAME"
-            )
         self._asking = journal.JournalFileSymlinkLock(str(sweep.folder / "asking"))
 
     def check_configuration(self) -> None:

@@ -59,6 +59,22 @@ _NUMBERED = re.compile(r"step_[0-9]{8,}\.pt")
 
 _ENTRIES = ("model", "criterion", "optimizer", "scaler", "ema")
 
+_REQUIRED = (
+    "progress",
+    "rng",
+    "autobatch",
+    "config",
+    "model_spec",
+    "run",
+    "headline",
+    "plan",
+    "schedule",
+    "train_loss",
+    "noise_scale",
+    "callbacks",
+)
+"""Names that every checkpoint of a run has."""
+
 _DECIDE_PARAMETERS = ("MODEL", "LOSS", "TRAIN.UNFREEZE_EPOCH")
 """Keys that decide which parameters there are, and which of them train."""
 
@@ -581,8 +597,7 @@ def load_checkpoint(path: Path, *, mmap: bool = False, check: bool | None = None
             f"{path} is damaged or no checkpoint of Linnaeus: {reason}"
         ) from error
     names = content.keys() if isinstance(content, dict) else set()
-    required = ("progress", "rng", "autobatch", "config")
-    if missing := [name for name in required if name not in names]:
+    if missing := [name for name in _REQUIRED if name not in names]:
         raise CheckpointError(
             f"{path} is no checkpoint of a run of Linnaeus: it has no {missing[0]} (for a file of weights "
             "alone there is MODEL.WEIGHTS)"

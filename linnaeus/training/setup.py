@@ -101,9 +101,7 @@ def finished_progress(
     if checkpoint is None:
         return None
     stopping = config.TRAIN.EARLY_STOPPING
-    progress = resumed_progress(
-        checkpoint.entries, checkpoint.entries.get("headline", ""), stopping
-    )
+    progress = resumed_progress(checkpoint.entries, checkpoint.entries["headline"], stopping)
     result = config.EXPERIMENT.folder / RESULT
     return progress if is_finished(progress, config.TRAIN, result, world) else None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from linnaeus.config.dump import to_yaml
 from linnaeus.config.keys import KEYS, NODES, dotted
 from linnaeus.config.load import load_config
 from linnaeus.runtime.errors import ConfigError
@@ -83,9 +84,8 @@ def outcome(texts, argv):
         path.write_text(text, encoding="utf-8")
     sources = [f"--cfg={folder / 'my.yaml'}"] if "my" in texts else []
     try:
-        return (
-            [] if load_config([*sources, f"--config-dir={folder}", *argv]).text() else ["no text"]
-        )
+        loaded = load_config([*sources, f"--config-dir={folder}", *argv])
+        return [] if to_yaml(loaded.config) else ["no text"]
     except ConfigError as error:
         return error.problems or ["no problem"]
 

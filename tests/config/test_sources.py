@@ -100,6 +100,9 @@ def test_the_first_folder_that_has_a_file_counts():
     assert load("--cfg=my.yaml", "model=resnet18").MODEL.NAME == "resnet18"
     Path("conf/model/dead.yaml").symlink_to("nowhere")
     assert problems("--config-dir=conf", "model=dead")[0].startswith("model: ")
+    Path("conf/model/short.yml").write_text("NAME: short")
+    assert problems("--config-dir=conf", "model=short")[0].startswith("model: no preset 'short'")
+    assert load(f"--cfg={Path('my.yaml').rename('my.yml')}").TRAIN.EPOCHS == 1
 
 
 FOLDER = {

@@ -81,18 +81,6 @@ def test_an_index_comes_back_from_a_file():
     ]
 
 
-def test_files_of_older_versions_with_columns_are_read():
-    """These kept the tables of all levels of the source, and the positions of the levels in use."""
-    index = index_labels(["kingdom", "genus", "species"], LINEAGES)
-    saved = json.loads(json.dumps(index.as_dict()))
-    assert LabelIndex.from_dict({**saved, "columns": [0, 1, 2]}) == index
-    kingdom, _, species = saved["levels"]
-    levels = [kingdom, {**species, "parents": [UNKNOWN] * len(species["classes"])}]
-    selected = LabelIndex.from_dict({**saved, "levels": levels, "columns": [0, 2]})
-    assert selected == LabelIndex.of(selected.taxonomy)
-    assert selected.encode(("Plantae", "catus")) == (1, species["classes"].index("catus"))
-
-
 def test_a_class_under_several_parents_needs_its_parent():
     index = index_labels(["genus", "species"], [("Ficus", "alba"), ("Populus", "alba")])
     assert index.encode(("Populus", "alba")) == (1, 1)

@@ -17,5 +17,13 @@ def whole(epoch: int = 1, step: int = 0, **more: Any) -> dict[str, Any]:
         "rng": [rng_state(torch.device("cpu"))],
         "autobatch": {},
         "config": {},
+        "model_spec": {},
+        "run": "",
+        "headline": "loss",
+        "plan": {},
+        "schedule": {},
+        "train_loss": [],
+        "noise_scale": None,
+        "callbacks": [],
         **more,
     }

@@ -15,7 +15,7 @@ from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.models.model_spec import ModelSpec
-from linnaeus.training.checkpoint import TrainingProgress
+from tests.helpers.contents import whole
 
 BIRDS = Taxonomy(
     (
@@ -87,16 +87,9 @@ def save_run(folder: Path, spec: ModelSpec, *, seed: int = 0, **content: Any) ->
 def save_checkpoint(
     path: Path, spec: ModelSpec | None, state: dict[str, Any], **content: Any
 ) -> None:
-    whole = {
-        "progress": vars(TrainingProgress(1, step=1)),
-        "config": {},
-        "rng": [],
-        "autobatch": {},
-        "state": state,
-        **({} if spec is None else {"model_spec": spec.as_dict()}),
-        **content,
-    }
-    torch.save(whole, path)
+    entries = {"rng": [], "config": {"TRAIN": {"AMP": "off"}}, "state": state}
+    own = {} if spec is None else {"model_spec": spec.as_dict()}
+    torch.save(whole(step=1, **entries | own | content), path)
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:

@@ -75,6 +75,7 @@ def building(
             checkpoint_extras={
                 "autobatch": {},
                 "config": resumed_nodes(config),
+                "model_spec": {},
                 "plan": plan.as_dict(),
             },
             wrap=partial(wrap, world=world),

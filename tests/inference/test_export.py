@@ -19,7 +19,7 @@ from tests.helpers.trained import BIRDS, Flat, picture, save_run, spec_of, write
 
 
 def run_of(folder, name="test_resnet", config=None, **spec):
-    folder = save_run(folder, spec_of(name, **spec), config=config or {})
+    folder = save_run(folder, spec_of(name, **spec), config=config or {"TRAIN": {"AMP": "off"}})
     return load_run(folder, device="cpu", trust_code=True)
 
 

@@ -95,7 +95,6 @@ MISTAKES = {
     "text": lambda: load(written("text.pt")),
     "weights alone": lambda: [torch.save({"weight": torch.ones(2)}, "state.pt"), load("state.pt")],
     "whole module": lambda: [torch.save(nn.Linear(2, 2), "whole.pt"), load("whole.pt")],
-    "old": lambda: checkpoint("old.pt"),
     "no weights": lambda: checkpoint("bare.pt", spec_of()),
     "odd spec": lambda: checkpoint("odd.pt", model_spec={"model": 1}),
     "other weights": lambda: checkpoint(

@@ -96,17 +96,6 @@ def test_a_search_draws_near_to_the_best(open_study, metric, draws_near):
     assert (sum(distances[-8:]) < sum(distances[:8])) == draws_near
 
 
-def test_a_study_that_minimizes_is_of_an_earlier_version(open_study):
-    planned = open_study(RATES)
-    path = planned.sweep.folder / "study.journal"
-    path.unlink()
-    backend = optuna.storages.journal.JournalFileBackend(str(path))
-    storage = optuna.storages.JournalStorage(backend)
-    optuna.create_study(storage=storage, study_name="sweep", direction="minimize")
-    with pytest.raises(ConfigError, match=r"study\.journal.*EXPERIMENT\.NAME"):
-        open_study(RATES)
-
-
 def test_two_workers_share_a_study_and_ask_for_no_trial_too_many(open_study):
     one, other = open_study(RATES), open_study(RATES)
     runs = [asked for study in (one, other, one, other) if (asked := study.ask()) is not None]

@@ -121,6 +121,7 @@ def read(argv: Sequence[str]) -> str | tuple[EvaluateOptions, Config, Config]:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
     # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
+    from linnaeus.config.dump import to_yaml
     from linnaeus.config.instantiate import check_targets, targets
     from linnaeus.config.load import load_config
 
@@ -133,7 +134,7 @@ def read(argv: Sequence[str]) -> str | tuple[EvaluateOptions, Config, Config]:
     own = load_config(_NOT_SEARCHED, below).config
     loaded = load_config([*_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], below)
     if loaded.print_config:
-        return loaded.text()
+        return to_yaml(loaded.config)
     config = loaded.config
     built = [*targets(config.DATA.DATASET, ("DATA", "DATASET")), *targets(config.LOSS, ("LOSS",))]
     of_file = {key: name for key, name in built if not loaded.is_on_command_line(key)}
