@@ -174,11 +174,6 @@ TREES: dict[str, dict[str, str]] = {
     "--config-dir=. experiments=birds": {"experiment/birds": "", "data/augment/strong": ""},
     "--config-dir=. --config-name=bas": {"base": ""},
     "--config-dir=base.yaml": {"base": ""},
-    "--cfg=left.yaml ~extra=[one]": {
-        "left": "defaults: [{extra: [one, two]}]",
-        "extra/one": "",
-        "extra/two": "",
-    },
 }
 """The files of a command line with one problem."""
 
