@@ -643,8 +643,8 @@ def _check_device(device: torch.device | str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     others = f"cpu or {accelerator.type}" if accelerator else "cpu"
     raise ValueError(
-        f"device is {str(device)!r}, which this machine, or torch {torch.__version__}, does not have; give "
-        f"{others}, or leave device out"
+        f"device {str(device)!r} is not available on this machine with torch {torch.__version__}; use "
+        f"{others}, or omit device"
     )
 
 

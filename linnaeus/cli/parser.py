@@ -258,7 +258,7 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
         elif launch.slurm:
             problems.append("--slurm: is for --launcher slurm, which is not given")
         elif launch.dry_run and self.command not in ("sweep", "[train]"):
-            problems.append("--dry-run: shows the script of a job: give --launcher slurm too")
+            problems.append("--dry-run: prints a job script; add --launcher slurm")
         return options, words, problems
 
     @staticmethod

@@ -25,11 +25,13 @@ commands (linnaeus COMMAND --help):
 {_table(COMMANDS)}
 """
 DETAILS = f"""\
-Keys can be set in four ways. A later one in this list wins, and of two overrides the last one:
-  group=name      a preset that ships with the package, or a file of yours in --config-dir
-  --cfg FILE      a file
-  KEY VALUE       an override, such as DATA.BATCH_SIZE 64
-  KEY=VALUE       the same in Hydra's spelling; ~KEY goes back to the default
+What sets keys. A later line of this list wins over an earlier one:
+  default           what --print-config shows when nothing sets a key
+  model=resnet50    a preset, or a file of yours in --config-dir whose group is named like a node
+  --cfg FILE        a file, as --config-name NAME; the last one wins
+  +experiment=name  a file of yours in a group of another name
+  KEY VALUE         an override, such as DATA.BATCH_SIZE 64, or KEY=VALUE; the last one wins. ~KEY goes
+                    back to the default
 
 nodes (--print-config shows every key):
 {_table({path[0]: doc for path, doc in NODES.items() if len(path) == 1})}
@@ -117,6 +119,7 @@ class TrainOptions(Options):
         "take one training step and validate one batch, as training would, and leave no file; with "
         "--launcher slurm: print the script of the job",
         launches=True,
+        not_with={"--preview": "trains nothing"},
     )
     version: bool = option("print the version of Linnaeus and exit")
 

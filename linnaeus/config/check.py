@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import operator
 import re
 import typing
@@ -118,6 +119,9 @@ class Checked:
         raw = self._given.get(path, key and key.default)
         try:
             value = _get(root, path)
+            is_float = key is not None and strip_optional(key.hint)[0] is float
+            if is_float and isinstance(value, float) and math.isinf(value):
+                raise ValueError(f"{show(value)} is not finite")
             if key is not None:
                 value = convert(value, key, is_reference="${" in str(raw))
             OmegaConf.update(typed, dotted(path), escape(value), merge=False)

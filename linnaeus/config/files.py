@@ -166,6 +166,7 @@ def _sentence(error: Exception, own: Mapping[str, File]) -> str:
         return "defaults: the files lead back to themselves, or are nested too deeply"
     text = re.split(r"Config search path:| : Override\(", str(error))[0]
     text = " ".join(text.strip().replace("\n\n", "; ").split()) or type(error).__name__
+    text = text.replace(f"In '{_PRIMARY}': ", "")
     for name, file in own.items():
         text = text.replace(f"'{name}'", file.name).replace(name, file.name)
     return f"defaults: {text}"

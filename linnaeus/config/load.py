@@ -1,6 +1,6 @@
 """Loads a `Config` from the command line: Hydra composes files and groups, `check` types the result.
 
-Precedence, lowest first: presets and other files of a node's group that the command line selects
+Precedence, lowest first: the schema, presets and other files of a node's group that the command line selects
 (`model=resnet50`), the files of `--cfg` and `--config-name` in their order, files of other groups
 (`experiment=birds`), keys of the command line. Within a file its defaults list decides, by Hydra's rules.
 """
@@ -84,9 +84,11 @@ def load_config(
     missing = dict(missing_references(checked)) if wanted else {}
     groups = {group.partition("/")[0] for group in found.chosen}
     for path, problem in (missing | checked.wrong).items():
-        if path[0] in groups:
+        if path[0] in groups and found.origin(path) != COMMAND_LINE:
+            node = path[0].upper()
             problem += (
-                "; the first line of a group's file says where its keys belong: # @package _global_"
+                f"; begin the group's file with # @package {node} where it has the keys of {node}, and with "
+                "# @package _global_ where it has whole sections"
             )
         problems.append(f"{dotted(path)}: {problem}")
     if problems or checked.config is None:

@@ -169,14 +169,13 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
                 line.problems.append(f"{name}: needs a value")
         elif token in OPTIONS:
             line.print_config |= token != "--opts"
+        elif token.startswith("~") and "=" in token:
+            line.problems.append(f"{token}: takes no value: {token.partition('=')[0]}")
         elif (match := _GROUP.fullmatch(token)) and (match[3] is not None or match[1] == "~"):
             line.groups.pop(match[2], None)
             text = (match[3] or "").strip("'\"")
             is_choice = text not in ("", "null")
-            is_left_out = match[1] == "~" or not is_choice
-            line.groups[match[2]] = Override(match[2], text if is_choice else None, is_left_out)
-        elif token.startswith("~") and "=" in token:
-            line.problems.append(f"{token}: takes no value: {token.partition('=')[0]}")
+            line.groups[match[2]] = Override(match[2], text if is_choice else None, not is_choice)
         elif (match := _KEY.fullmatch(token)) and (match[3] is not None or match[1] == "~"):
             line.overrides.append(Override(match[2], match[3], delete=match[1] == "~"))
         elif not match or not _is_key(match[2]):

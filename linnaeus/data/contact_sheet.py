@@ -68,7 +68,7 @@ def draw_samples(data: DataBundle, path: Path, seed: int) -> None:
     """
     look, taxonomy, dataset = data.preprocessing, data.taxonomy, data.train
     if look is None or taxonomy is None:
-        raise ConfigError("--preview: is for images with classes; leave it out")
+        raise ConfigError("--preview: needs a dataset of labeled images")
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(dataset_length(dataset), generator=generator)[:NUM_PICTURES]
     pictures, captions = [], []

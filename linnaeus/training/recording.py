@@ -118,7 +118,10 @@ class RunRecording(Recording):
         write_text_atomically(path / MODEL_FILE, text + "\n")
 
     def _draw_samples(self, sheet: Path) -> None:
-        """Draw training samples, once; not of a user's dataset, which counts or forks its own way."""
+        """Draw training samples, once.
+
+        Custom datasets are skipped: reading them early could change their state.
+        """
         data = self.setup.data
         if isinstance(data.train, UserDataset) or data.taxonomy is None or sheet.exists():
             return

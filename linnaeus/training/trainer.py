@@ -398,7 +398,7 @@ class Trainer:
             empty_cache(self.world.device)
             values = self._validation_metrics(list(islice(self.loaders.val, 1)))
         shown = "  ".join(f"{name} {value:.4f}" for name, value in (values or {}).items())
-        logger.info("dry run: one validation batch,  %s; nothing is written", shown)
+        logger.info("dry run: validated one batch: %s; no files were written", shown)
 
     def _start_epoch(self) -> tuple[Iterator[Batch], list[Stage]]:
         """Prepare the rest of the current epoch; see `_rest_of_epoch`."""

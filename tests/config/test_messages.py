@@ -58,7 +58,8 @@ COMMAND_LINES = (
     "~modl",
     "model=resnet51",
     "model=../data/digits",
-    "~optimizer=slg",
+    "~optimizer=sgd",
+    "model=resnet50 model.name=x",
     # values
     "DATA.BATCH_SIZE=many",
     "DATA.BATCH_SIZE=5/2",
@@ -72,6 +73,7 @@ COMMAND_LINES = (
     "DATA={BATCH_SIZE:true}",
     "DATA.BATCH_SIZE=???",
     "OPTIMIZER.LR=1e308*1e308",
+    "OPTIMIZER.LR=inf",
     "OPTIMIZER.LR=x",
     "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=0",
     "DATA.AUTOBATCH.STRATEGY=Guided",
@@ -172,11 +174,6 @@ TREES: dict[str, dict[str, str]] = {
     "--config-dir=. experiments=birds": {"experiment/birds": "", "data/augment/strong": ""},
     "--config-dir=. --config-name=bas": {"base": ""},
     "--config-dir=base.yaml": {"base": ""},
-    "--cfg=left.yaml ~extra=[one]": {
-        "left": "defaults: [{extra: [one, two]}]",
-        "extra/one": "",
-        "extra/two": "",
-    },
 }
 """The files of a command line with one problem."""
 
