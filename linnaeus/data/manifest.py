@@ -427,15 +427,15 @@ def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
 def _separator(cells: Sequence[str]) -> str | None:
     """The sign between several labels in a cell; None where each cell is one label.
 
-    Labels recur in other cells. A comma may be part of a name, such as `tench, Tinca tinca`: labels are then
-    no more than cells, or stand in brackets.
+    A comma may be part of a name, such as `tench, Tinca tinca`. It parts labels that recur in other cells:
+    they are no more than cells, or stand in brackets.
     """
     for sign in "|;,":
         sets = [{part.strip(" []'\"") for part in cell.split(sign)} - {""} for cell in cells]
         sizes = [*map(len, sets)]
-        is_name = sign == "," and not cells[0].startswith("[")
-        most = len(cells) if is_name else sum(sizes) - 1
-        if len(set[str]().union(*sets)) <= most and max(sizes) > 1:
+        most = len(cells) if not cells[0].startswith("[") else sum(sizes) - 1
+        recur = sign != "," or len(set[str]().union(*sets)) <= most
+        if recur and (max(sizes) > 1 or sign in cells):
             return sign
     return None
 

@@ -246,6 +246,7 @@ def test_groups_and_attributes_are_no_levels(tmp_path, column):
     [
         (("Mass|cat", "Mass|dog", "fox"), "|"),
         (("a;b", "b", "a"), ";"),
+        (("magpie;black", "tit", ";"), ";"),
         (('"a,b"', "b", "a"), ","),
         (("\"['a', 'it''s']\"", "\"['a', 'b']\"", "\"['b']\""), ","),
     ],
