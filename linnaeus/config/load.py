@@ -217,7 +217,7 @@ def _missing(
     there = names_in(group, folders)
     if not there:
         groups = [*available(*user_folders)]  # a `--cfg` file may lie beside anything
-        hint = alias(group) or f"groups are {', '.join(groups)}{suggest(group, groups)}"
+        hint = alias(group, text) or f"groups are {', '.join(groups)}{suggest(group, groups)}"
         return f"{group}: no such key or preset group ({COMMAND_LINE}); {hint}"
     names = re.findall(r"[^\s,'\"]+", text[1:-1]) if text.startswith("[") else [text]
     missing = next((name for name in names if name and name not in there), None)
