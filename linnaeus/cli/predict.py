@@ -398,8 +398,8 @@ class FeatureWriter(Writer):
                 self._write_header()
             self.file.write(rows.tobytes())
         else:
-            import pyarrow  # type: ignore[import-untyped]
-            from pyarrow.parquet import ParquetWriter  # type: ignore[import-untyped]
+            import pyarrow
+            from pyarrow.parquet import ParquetWriter
 
             lists = pyarrow.FixedSizeListArray.from_arrays(rows.ravel(), rows.shape[1])
             paths = [_text_of(each.source) for each in self._held]

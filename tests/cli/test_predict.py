@@ -251,6 +251,8 @@ def test_runs_of_other_classes_are_no_ensemble(desk, run):
 @pytest.mark.parametrize("ending", ["npy", "parquet"])
 @pytest.mark.parametrize("held", [1000, 3, 2])
 def test_features_are_what_the_head_gets(desk, run, monkeypatch, ending, held):
+    if ending == "parquet":
+        pytest.importorskip("pyarrow")
     monkeypatch.setattr(predict.FeatureWriter, "NUM_HELD", held)
     file = desk / f"birds.{ending}"
     outcome = run(
