@@ -143,7 +143,7 @@ def test_random_steps_cost_at_most_three_confirmations(seed):
 def test_a_device_that_is_not_there_is_refused(device):
     if torch.accelerator.is_available() and device == torch.accelerator.current_accelerator().type:
         pytest.skip("it is there")
-    with pytest.raises(ValueError, match=f"device is '{device}'.* cpu"):
+    with pytest.raises(ValueError, match=f"device '{device}'.* cpu"):
         auto_find_batch_size(plain_step, make_batch, device=device)
 
 
