@@ -39,7 +39,7 @@ def cell(value: float | None, form: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """A text of at most so many letters, cut in its middle."""
+    """Return a text cut in its middle to a number of letters."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 + 1 :]}"
 
 

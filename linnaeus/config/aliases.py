@@ -1,4 +1,4 @@
-"""Keys that are not there: the closest one, and what a word of another framework means here."""
+"""Unknown keys: the closest key, and the key for a word of another framework."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from linnaeus.runtime.files import suggest_path
 
 _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\w+(?:\.\w+)*)\s*$", re.MULTILINE)
 _PRIMARY = "linnaeus_command_line"
-"""Name of the configuration whose defaults list is that of the command line."""
+"""Name of the configuration whose defaults list the command line makes."""
 _LOCK = threading.Lock()
 """Hydra has one composition at a time in a process."""
 

@@ -51,7 +51,7 @@ class CpuMemory(DeviceMemory):
     kernels, compiled code or other threads allocate memory that no operation returns.
 
     Under a cap, glibc returns freed blocks to the system (see `_IN_TRIALS`). `MALLOC_MMAP_THRESHOLD_` in the
-    environment is left as it is.
+    environment is kept.
 
     Args:
         neighbours: process ids of all ranks on this machine, among whom its memory is divided.
