@@ -71,10 +71,6 @@ class DataBundle:
         return f"{self.source}: {'; '.join([*parts, 'splits: ' + ', '.join(sizes)])}"
 
 
-def never_call(_: Callable[[], Any]) -> None:
-    """An `OnMain` that calls nothing: no file is read, so no damage is found and nothing is measured."""
-
-
 def collate_pairs(samples: list[Any]) -> Batch:
     """Collate (input, target) samples with torch's default rules."""
     inputs, targets = default_collate(samples)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -52,6 +53,7 @@ def work(rank: int, folder: str) -> Results:
                 if world_size == 3:
                     results["three"] = distributed(world, "reduce")
                     results["state"] = transferred(world)
+                    results["read"] = read_on_main(world)
                     results |= {("passes", how): two_passes(world, how) for how in WRAPPERS}
                 if world_size == 2:
                     results |= metrics_of_seven_levels(world)
@@ -82,6 +84,21 @@ def plain_step(
 ) -> TrainStep:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     return TrainStep(model, criterion, optimizer, scaler, Precision(CPU), **options)
+
+
+# --- what rank 0 reads for all ranks ---
+
+
+def read_on_main(world: World) -> list[Any]:
+    """A large value, which travels over the process group, and a small one, which does not."""
+    large = world.on_main(lambda: {"paths": np.arange(2**18).astype("S9"), "name": "birds"})
+    small = world.on_main(lambda: {"name": "birds"})
+    return [large["paths"].tobytes(), large["name"], large["paths"].flags.writeable, small]
+
+
+def test_arrays_that_rank_0_reads_arrive_whole_on_all_ranks(ranks: list[Results]) -> None:
+    expected = [np.arange(2**18).astype("S9").tobytes(), "birds", True, {"name": "birds"}]
+    assert [results["read"] for results in ranks] == [expected] * 3
 
 
 # --- the gradient of an effective batch ---
