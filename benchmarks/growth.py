@@ -1,4 +1,4 @@
-"""How reading a manifest grows with its rows and classes: seconds and peak memory of `build_data`, and the law.
+"""How reading a manifest grows with its rows and classes: CPU seconds, peak memory and the law.
 
     python benchmarks/growth.py
     python benchmarks/growth.py --check --rows 10000 100000 --classes 1000 10000
