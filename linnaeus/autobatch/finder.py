@@ -98,6 +98,7 @@ class BatchSizeFinder:
         before_trial: called with the size before each trial and each timing.
         empties_cache: whether training empties the cache between its steps, as around a validation.
         neighbours: process ids of all ranks on this machine; needed where LOCAL_WORLD_SIZE is not set.
+        excluded_bytes: of host memory that the search's caller holds, and training does not.
         step, make_batch, and the others: as for `auto_find_batch_size`.
 
     Attributes:
@@ -126,10 +127,12 @@ class BatchSizeFinder:
         observer: SearchObserver | None = None,
         empties_cache: bool = False,
         neighbours: Sequence[int] = (),
+        excluded_bytes: int = 0,
     ) -> None:
         self.mode, self.settings = mode, settings
+        self._excluded_bytes = excluded_bytes
         try:
-            self.memory = device_memory(_device(state, device, mode), neighbours)
+            self.memory = device_memory(device_of(state, device, mode), neighbours)
         except NotImplementedError as error:
             raise AutoBatchError(
                 f"AutoBatch ({mode}): {error}. Give a batch size of your own."
@@ -199,7 +202,7 @@ class BatchSizeFinder:
         self._warn_about_promise(fraction)
         started = time.monotonic()
         self._deadline = started + settings.timeout_minutes * 60
-        self._num_before = len(self.trials)
+        self._num_before, self._num_repeats = len(self.trials), 0
         before_bytes = self.budget_bytes
         self._set_budget(self._first_budget(fraction))
         if self._runner.empties_cache:
@@ -264,7 +267,8 @@ class BatchSizeFinder:
     @property
     def _num_left(self) -> int:
         """Trials that this search may still run."""
-        return max(self._current.max_trials - (len(self.trials) - self._num_before), 0)
+        num_trials = len(self.trials) - self._num_before - self._num_repeats
+        return max(self._current.max_trials - num_trials, 0)
 
     def _confirmed(self, found: SearchResult) -> SearchResult:
         """Check the size found against the budget as read again; search below it if it no longer fits.
@@ -275,8 +279,10 @@ class BatchSizeFinder:
         if self._read_budget_again() and found.size not in (None, self.trials[-1].size):
             found = self._run_again(found)
         while (size := found.size) is not None:
-            if self._variation(size):
-                return self._confirmed_where_memory_varies(found, size)
+            varies = bool(self._variation(size))
+            if varies or self._current.repeats:
+                num_runs = max(self._current.repeats, NUM_CONFIRMATIONS * varies)
+                return self._confirmed_by_runs(found, size, num_runs)
             newest = self._known[size]
             if newest.fits(self.budget_bytes):
                 break
@@ -297,11 +303,11 @@ class BatchSizeFinder:
             self._read_budget_again()
         return found
 
-    def _confirmed_where_memory_varies(self, found: SearchResult, size: int) -> SearchResult:
-        """Run the size twice more. If a run does not fit, the runs that are left try smaller sizes."""
-        num_left = NUM_CONFIRMATIONS
+    def _confirmed_by_runs(self, found: SearchResult, size: int, num_left: int) -> SearchResult:
+        """Run the size so often. If a run does not fit, the runs that are left try smaller sizes."""
         while num_left and found.size == size and self._known[size].fits(self.budget_bytes):
             found, num_left = self._run_again(found), num_left - 1
+            self._num_repeats += self._current.repeats > 0
         if found.size != size or self._known[size].fits(self.budget_bytes):
             return found
         logger.info("batch size %d no longer fits: its memory varies", size)
@@ -316,6 +322,8 @@ class BatchSizeFinder:
         )
         if found.size is None:
             return self._largest_known("memory")
+        if self._current.repeats:
+            found = self._confirmed_by_runs(found, found.size, self._current.repeats)
         return replace(found, certified=False, limited_by="memory")
 
     def _variation(self, size: int) -> float:
@@ -346,8 +354,10 @@ class BatchSizeFinder:
             return self._largest_known("timeout" if self._num_left else "max_trials")
         variation = self._variation(size)
         before, newest = self._known[size], self._one_trial(size, "confirmation")
-        if variation := max(variation, self._variation(size)):
+        variation = max(variation, self._variation(size))
+        if variation:
             self._runner.varies_by[size] = variation
+        if variation or self._current.repeats:
             self._known[size] = max(before, newest, key=lambda run: run.peak_bytes or math.inf)
         return found
 
@@ -584,7 +594,7 @@ class BatchSizeFinder:
 
     def _settle(self) -> None:
         """Read the process's memory after the first steps, and check that they can be undone."""
-        self.memory.settle(self._snapshot.host_bytes)
+        self.memory.settle(self._snapshot.host_bytes + self._excluded_bytes)
         self._snapshot.check_restored()
 
     def _set_budget(self, budget_bytes: int) -> None:
@@ -613,7 +623,7 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _device(state: Sequence[Any], device: torch.device | str | None, mode: Mode) -> torch.device:
+def device_of(state: Sequence[Any], device: torch.device | str | None, mode: Mode) -> torch.device:
     """Return the device to measure: the one given, else the accelerator that holds parameters."""
     devices = {parameter.device for part in state for parameter in parameters_of(part)}
     accelerators = sorted(str(each) for each in devices if each.type not in ("cpu", "meta"))

@@ -442,6 +442,7 @@ class AutoBatchConfig:
     STRATEGY: str = _search_key("strategy")
     TOLERANCE: float = _search_key("tolerance")
     MULTIPLE_OF: int = _search_key("multiple_of")
+    REPEATS: int = _search_key("repeats")
     MEMORY_LIMIT_GB: float | None = _search_key(
         "memory_limit_gb",
         "each process may hold TARGET_MEMORY_FRACTION of this at most, whatever others use",
