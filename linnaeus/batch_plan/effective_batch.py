@@ -182,17 +182,17 @@ def _misfit(name: str, size: int, facts: Facts) -> str | None:
     """Why an effective batch size is not possible on any device; None if it is."""
     world_size, largest = facts.world_size, facts.epoch_samples_per_rank * facts.world_size
     if size < world_size:
-        return f"{name}: {size} is below the {world_size} processes, each of which takes at least one sample"
+        return f"{name}: {size} is below the {world_size} ranks, each of which takes at least one sample"
     if size > largest:
         return (
             f"{name}: {size} is above what one epoch holds: "
-            f"{counted(facts.num_samples, 'training sample')} on {counted(world_size, 'process')}; "
+            f"{counted(facts.num_samples, 'training sample')} on {counted(world_size, 'rank')}; "
             f"{largest} is the most"
         )
     if size % world_size:
         below = size - size % world_size
         return (
-            f"{name}: {size} does not divide by {world_size} processes; "
+            f"{name}: {size} does not divide by {world_size} ranks; "
             f"{below} or {below + world_size} would"
         )
     return None
@@ -216,7 +216,7 @@ def _check_split(name: str, size: int, facts: Facts) -> None:
         if largest_fit > 1:  # then every even number splits
             remedy = f"{max(samples_per_rank // 2 * 2, 2) * facts.world_size}, or {remedy}"
         raise ConfigError(
-            f"{name}: {size} leaves micro-batches of one sample ({samples_per_rank} for each process, "
+            f"{name}: {size} leaves micro-batches of one sample ({samples_per_rank} for each rank, "
             f"{largest_fit} at once), too few for BatchNorm; take {remedy}"
         )
 
@@ -244,7 +244,7 @@ def _size_changes(train: TrainConfig, facts: Facts) -> list[SizeChange]:
     last = _constant_split(train, facts).samples_per_rank if size is None else size // world_size
     if size is None and last < first:
         raise ConfigError(
-            f"{SCHEDULE}.FIRST: {schedule.FIRST} is above {last * world_size}, what fits x processes x "
+            f"{SCHEDULE}.FIRST: {schedule.FIRST} is above {last * world_size}, what fits x ranks x "
             f"TRAIN.ACCUMULATION_STEPS, where the batch would end; lower it or set {SCHEDULE}.LAST"
         )
     length = schedule.LENGTH if schedule.LENGTH is not None else train.EPOCHS - 1

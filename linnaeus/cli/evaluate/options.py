@@ -30,7 +30,7 @@ DESCRIPTION = """\
 Evaluates a trained run on labelled data, with its classes, its preprocessing and its validation step.
 
 RUN is a run's folder, or one of its checkpoints. Without overrides its own validation data is evaluated,
-which gives the figures that training has logged. DATA.DATASET names other data, whose classes are matched by
+which gives the metrics that training has logged. DATA.DATASET names other data, whose classes are matched by
 name.
 """
 _SETTABLE = (
