@@ -190,10 +190,10 @@ def _misfit(name: str, size: int, facts: Facts) -> str | None:
             f"{largest} is the most"
         )
     if size % world_size:
-        below = size - size % world_size
+        lower = size - size % world_size
         return (
             f"{name}: {size} does not divide by {world_size} ranks; "
-            f"{below} or {below + world_size} would"
+            f"{lower} or {lower + world_size} would"
         )
     return None
 

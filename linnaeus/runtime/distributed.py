@@ -333,11 +333,11 @@ def _make_groups(
 
 
 def _in_thread(
-    function: Callable[[], T], limit_s: float, look: Callable[[], object] = lambda: None
+    function: Callable[[], T], limit_s: float, check: Callable[[], object] = lambda: None
 ) -> T:
     """Call a function that waits in C++ in a thread, while this thread handles signals.
 
-    `look` is called meanwhile; an error that it raises ends the wait.
+    Call `check` meanwhile. An error in it ends the wait.
 
     Raises:
         TimeoutError: it takes longer than `limit_s`; its thread runs as long as the process.
@@ -353,7 +353,7 @@ def _in_thread(
     threading.Thread(target=work, name="start", daemon=True).start()
     deadline = time.monotonic() + limit_s
     while not wait([future], 0.1).done:
-        look()
+        check()
         if time.monotonic() > deadline:
             raise TimeoutError("no answer")
     return future.result()
@@ -372,18 +372,18 @@ def agree_on_attempt(
         LinnaeusError: a rank has not come within `limit_s`.
     """
     keys = Keys(torch_dist.PrefixStore("linnaeus", store))
-    token, told, others = uuid.uuid4().hex, dict[int, str](), range(1, world_size)
+    token, told, other_ranks = uuid.uuid4().hex, dict[int, str](), range(1, world_size)
     started = reported = clock.monotonic()
     if rank:
         keys.put(f"token/{rank}", token)
     while True:
         if rank == 0:
-            tokens = {0: token} | {other: keys.get(f"token/{other}") for other in others}
+            tokens = {0: token} | {other: keys.get(f"token/{other}") for other in other_ranks}
             # A token of an earlier attempt is replaced as soon as its rank has started anew.
             if tokens != told:
                 keys.put("attempt", told := tokens)
             late = ", ".join(
-                str(other) for other in others if not keys.exist([f"joined/{token}/{other}"])
+                str(other) for other in other_ranks if not keys.exist([f"joined/{token}/{other}"])
             )
         else:
             told = keys.get("attempt") or {}
