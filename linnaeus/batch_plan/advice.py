@@ -115,8 +115,8 @@ def _batchnorm(train: TrainConfig, facts: Facts, splits: Sequence[Split]) -> str
 def _effective_batch_key(train: TrainConfig, facts: Facts) -> str:
     """The key that sets the largest effective batch size."""
     name = train.BATCH_SCHEDULE.NAME
-    if name != "constant":
-        return f"{SCHEDULE}.MILESTONES" if name == "milestones" else f"{SCHEDULE}.LAST"
-    if train.EFFECTIVE_BATCH_SIZE is not None:
+    if name == "milestones":
+        return f"{SCHEDULE}.MILESTONES"
+    if name != "constant" or train.EFFECTIVE_BATCH_SIZE is not None:
         return EFFECTIVE
     return "TRAIN.ACCUMULATION_STEPS" if train.ACCUMULATION_STEPS > 1 else facts.batch_size_key

@@ -725,21 +725,15 @@ class BatchScheduleConfig:
 
     NAME: str = key(
         "constant",
-        "how the effective batch size goes from FIRST to LAST; `milestones` takes its sizes "
-        "from MILESTONES",
+        "how the effective batch size goes from FIRST to TRAIN.EFFECTIVE_BATCH_SIZE, or to the largest "
+        "that fits; `milestones` takes its sizes from MILESTONES",
         choices=("constant", "linear", "exponential", "milestones"),
     )
     FIRST: int | None = key(None, "effective batch size at the start", unit="samples", ge=1)
-    LAST: int | None = key(
-        None,
-        "effective batch size at the end; null is the size without a schedule",
-        unit="samples",
-        ge=1,
-    )
     UNIT: str = key("epochs", "unit of LENGTH and MILESTONES", choices=("epochs", "steps"))
     LENGTH: int | None = key(
         None,
-        "epochs or optimizer steps until LAST is reached; null reaches it in the last epoch",
+        "epochs or optimizer steps until the last size is reached; null reaches it in the last epoch",
         ge=1,
     )
     MILESTONES: list[list[int]] = key(

@@ -147,10 +147,12 @@ def scheduled(run: dict[str, Any], optimizer: OptimizerConfig | None = None) -> 
         "UNIT": run["unit"],
         "LENGTH": run["length"],
         "FIRST": run["first"] * world_size,
-        "LAST": run["last"] * world_size,
     }
+    last = run["last"] * world_size
     try:
-        return plan_of(facts, optimizer, schedule=schedule, EPOCHS=run["epochs"])
+        return plan_of(
+            facts, optimizer, schedule=schedule, EPOCHS=run["epochs"], EFFECTIVE_BATCH_SIZE=last
+        )
     except ConfigError as error:
         assume("LENGTH" not in str(error))
         raise
@@ -194,7 +196,9 @@ def test_the_rate_follows_the_rule_at_every_step(run: dict[str, Any], rule: str)
 
 
 def test_beyond_sixteen_accumulation_steps_the_micro_batch_grows() -> None:
-    plan = plan_of(schedule={"NAME": "exponential", "FIRST": 8, "LAST": 2048}, EPOCHS=9)
+    plan = plan_of(
+        schedule={"NAME": "exponential", "FIRST": 8}, EPOCHS=9, EFFECTIVE_BATCH_SIZE=2048
+    )
     stages = [epoch[0] for epoch in plan.epochs]
     assert [stage.effective_batch_size for stage in stages] == [8 << epoch for epoch in range(9)]
     assert [stage.micro_batch_size for stage in stages] == [8, 8, 8, 8, 8, 16, 32, 64, 64]
@@ -311,10 +315,9 @@ def test_the_sizes_that_an_error_names_would_do(
         ({"ACCUMULATION_STEPS": 4}, {}, None),
         ({"EFFECTIVE_BATCH_SIZE": 256}, {}, 128),
         ({}, {"NAME": "linear", "FIRST": 8}, None),
-        ({}, {"NAME": "linear", "FIRST": 8, "LAST": 64}, 32),
-        ({}, {"NAME": "linear", "FIRST": 80, "LAST": 64}, 40),
+        ({"EFFECTIVE_BATCH_SIZE": 64}, {"NAME": "linear", "FIRST": 8}, 32),
+        ({"EFFECTIVE_BATCH_SIZE": 64}, {"NAME": "linear", "FIRST": 80}, 40),
         ({}, {"NAME": "milestones", "FIRST": 8, "MILESTONES": [[1, 96]]}, 48),
-        ({"EFFECTIVE_BATCH_SIZE": 32}, {"NAME": "exponential", "FIRST": 8}, 16),
     ],
 )
 def test_the_most_samples_per_rank_that_are_asked_for(

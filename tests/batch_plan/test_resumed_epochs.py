@@ -111,8 +111,8 @@ def test_an_undisturbed_run_is_at_its_number_of_steps(
 
 @pytest.mark.parametrize(("unit", "length"), [("steps", 12), ("epochs", 2)])
 def test_so_is_one_whose_batch_grows(unit: str, length: int) -> None:
-    schedule = {"NAME": "linear", "UNIT": unit, "FIRST": 4, "LAST": 24, "LENGTH": length}
-    assert_positions_are_steps(plan_of(FACTS, schedule=schedule, EPOCHS=4))
+    schedule = {"NAME": "linear", "UNIT": unit, "FIRST": 4, "LENGTH": length}
+    assert_positions_are_steps(plan_of(FACTS, schedule=schedule, EPOCHS=4, EFFECTIVE_BATCH_SIZE=24))
 
 
 def assert_positions_are_steps(plan: BatchPlan) -> None:
