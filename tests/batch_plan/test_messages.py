@@ -9,7 +9,7 @@ from linnaeus.batch_plan.effective_batch import Facts
 from linnaeus.batch_plan.summary import summary_lines
 from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, TrainConfig
 from tests.helpers.configs import FACTS, plan_of
-from tests.helpers.messages import Golden, error_of
+from tests.helpers.messages import error_of
 
 FOUR = replace(FACTS, world_size=4)
 NORM = replace(FACTS, max_micro_batch_size=128, batchnorm="local")
@@ -85,7 +85,7 @@ WARNINGS: dict[str, tuple[Facts, dict[str, Any]]] = {
 }
 
 
-def summary(facts: Facts, **wishes: Any) -> str:
+def summary(facts, **wishes):
     schedule = BatchScheduleConfig(**wishes.get("schedule", {}))
     train, optimizer = (
         TrainConfig(BATCH_SCHEDULE=schedule),
@@ -94,7 +94,7 @@ def summary(facts: Facts, **wishes: Any) -> str:
     return "\n".join(summary_lines(plan_of(facts, **wishes), train, optimizer))
 
 
-def test_messages(golden: Golden) -> None:
+def test_messages(golden):
     messages = {
         f"error: {title}": error_of(plan_of, facts, **wishes)
         for title, (facts, wishes) in ERRORS.items()
