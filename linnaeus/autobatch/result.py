@@ -16,9 +16,9 @@ class Timing:
     """Speed of one batch size.
 
     Attributes:
-        batch_size: samples per process and forward pass.
+        batch_size: samples per rank and forward pass.
         seconds_per_step: median over the timed steps.
-        samples_per_s: samples per second of one process.
+        samples_per_s: samples per second of one rank.
     """
 
     batch_size: int

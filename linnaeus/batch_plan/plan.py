@@ -241,7 +241,7 @@ def plan_batches(
     """
     if facts.num_samples < facts.world_size:
         raise DataError(
-            f"{facts.num_samples} training samples are too few for {facts.world_size} processes"
+            f"{facts.num_samples} training samples are too few for {facts.world_size} ranks"
         )
     splits, epochs = plan_epochs(train, facts)
     sizes = [split.samples_per_rank * facts.world_size for split in splits]  # effective batch sizes

@@ -384,7 +384,11 @@ def read_request(
     }
     problems += paths.values()
     try:
-        loaded = load_config([word for word in words if word not in paths], references=references)
+        loaded = load_config(
+            [word for word in words if word not in paths],
+            references=references,
+            is_here=options.launch.launcher != "slurm",
+        )
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:

@@ -76,7 +76,7 @@ class Row:
         folder: where its files are.
         state: how far it has come.
         config: its configuration by dotted key; None where that is not known.
-        planned: figures of its batch plan, and of `result.json` where it has ended well.
+        planned: numbers of its batch plan, and of `result.json` where it has ended well.
         history: validation metrics by epochs trained, ascending; None for a value that is not finite.
         problems: what cannot be read.
         values: the text of each key in which the runs differ.
@@ -155,7 +155,7 @@ class Row:
 
 @dataclass
 class Comparison:
-    """Runs side by side, finished or not, in the order shown; the notes say what the figures do not."""
+    """Runs side by side, finished or not, in the order shown; the notes say what the metrics do not."""
 
     rows: list[Row] = field(default_factory=list)
     wanted_metric: str | None = None
@@ -456,7 +456,7 @@ def _version(path: Path) -> tuple[int, int, bool] | None:
 def _config(
     path: Path, version: tuple[int, int, bool] | None
 ) -> tuple[Mapping[str, Any] | None, Mapping[str, Any], str]:
-    """A configuration by dotted key, the figures of its batch plan, and why they are not known."""
+    """A configuration by dotted key, the numbers of its batch plan, and why they are not known."""
     if version is None:
         return None, {}, f"there is no {path.name}; what differs is not known of it"
     try:

@@ -57,12 +57,12 @@ The sweep is a folder, <EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>: sweep.json has
 a folder <values> below it, with its output in logs/output.txt. Every combination is checked before the first
 run starts. Workers take the runs: --jobs N starts N on this machine, each with its share of the GPUs and CPU
 cores; with --launcher slurm they are an array of N jobs. linnaeus work FOLDER starts one more, on any machine
-that sees the folder. A run whose worker has died is taken over and goes on from its checkpoint.
+that sees the folder. A run whose worker has died is taken over and resumes from its checkpoint.
 
-Called again, the command skips what has finished, goes on with what was interrupted, and tries what failed
+Called again, the command skips what has finished, resumes what was interrupted, and tries what failed
 once more; in a search, a failed run is one of the --trials and is not repeated. Other values need another
 EXPERIMENT.NAME. Ctrl-C ends the workers started here, with checkpoints (twice: at once), and leaves jobs of
-SLURM. The figures are in sweep.csv and figures.json beside the runs.
+SLURM. The metrics are in sweep.csv and figures.json beside the runs.
 
 examples:
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,64,128
@@ -243,7 +243,7 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
     Raises:
         ConfigError: the folder cannot be written to, or is that of another sweep; no run whose status is
             asked for has the metric.
-        LostFolderError: the folder was renamed or deleted while the runs went on.
+        LostFolderError: the folder was renamed or deleted while its runs trained.
         LinnaeusError: sbatch has refused the job.
     """
     from linnaeus.runtime.console import make_console
@@ -350,7 +350,7 @@ def _missing_metric(table: Comparison) -> str | None:
 def _report(
     options: SweepOptions, sweep: Sweep, study: Study | None, console: Console
 ) -> Comparison:
-    """Show the figures, and write them to the files."""
+    """Show the metrics, and write them to the files."""
     from linnaeus.cli.plots import draw_runs
 
     table = _comparison(sweep, study, options)
@@ -361,14 +361,14 @@ def _report(
     try:
         for name in ("figures.json", "sweep.csv"):
             table.save(sweep.folder / name)
-        logger.info("figures: %s and sweep.csv", sweep.folder.resolve() / "figures.json")
+        logger.info("metrics: %s and sweep.csv", sweep.folder.resolve() / "figures.json")
         draw_runs(table, plot)
         logger.info("picture: %s", plot.resolve())
     except (OSError, LinnaeusError) as error:  # a full disk
-        logger.warning("the figures cannot be written: %s", error)
+        logger.warning("the metrics cannot be written: %s", error)
     if left := _num_with(table, "running", "interrupted", "not run"):
         logger.info(
-            "%s left; the same command goes on, and linnaeus work %s is one more worker",
+            "%s left; the same command resumes, and linnaeus work %s is one more worker",
             counted(left, "run"),
             shlex.quote(str(sweep.folder)),
         )
@@ -444,7 +444,7 @@ class Share:
 
     @property
     def num_processes(self) -> int:
-        """Processes of a run: one for each GPU."""
+        """Ranks of a run: one for each GPU."""
         return max(len(self.gpus or ()), 1)
 
     def env(self) -> dict[str, str]:
@@ -600,7 +600,7 @@ def _watch_jobs(watch: Watch, options: SweepOptions, sweep: Sweep, received: Seq
     )
     watch(lambda: not received and is_queued(number, now=True), received, LOOK_AT_QUEUE_S)
     if received:
-        logger.info("SLURM job %s goes on; scancel %s ends it, with checkpoints", number, number)
+        logger.info("SLURM job %s runs on; scancel %s ends it, with checkpoints", number, number)
 
 
 def _dry_run(options: SweepOptions, sweep: Sweep, shares: Sequence[Share]) -> str:

@@ -104,8 +104,8 @@ class Checked:
         elif path in PLUGGABLE_PATHS and is_tree and TARGET in child:
             self._given[path] = child
         elif (path in NODES and is_tree) or not path:
-            for name, below in child.items():
-                self._collect((*path, name), below)
+            for name, item in child.items():
+                self._collect((*path, name), item)
         elif path not in NODES:
             for leaf, value in leaves(child, path):
                 self._refuse(leaf, "no such key", unknown_key(leaf, str(value)))

@@ -34,7 +34,7 @@ from linnaeus.config.keys import (
 from linnaeus.config.overrides import CommandLine, Override, parse_command_line, typed_keys
 from linnaeus.config.references import missing_references
 from linnaeus.config.schema import Config
-from linnaeus.config.values import escape, map_texts, own_resolvers, register
+from linnaeus.config.values import map_texts, own_resolvers, register
 from linnaeus.runtime.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -60,28 +60,29 @@ class LoadedConfig:
 
 
 def load_config(
-    argv: Sequence[str], below: File | None = None, *, references: bool = False
+    argv: Sequence[str], base: File | None = None, *, references: bool = False, is_here: bool = True
 ) -> LoadedConfig:
     """Load the configuration that a command line describes.
 
     Args:
         argv: the tokens after the program's name.
-        below: a file that the command line wins over, as `read_run_config` and `settings_of` give.
+        base: a file with less precedence than the command line, as `read_run_config` gives.
         references: whether files, folders, classes and names of timm that values name must be there.
+        is_here: whether the device must be there too: the run starts on this machine.
 
     Raises:
         ConfigError: lists all problems.
     """
     line = parse_command_line(argv)
     try:
-        found = _Sources(line, below)
+        found = _Sources(line, base)
         cfg = [name for option, name in line.sources if option != "--config-dir"]
         checked = Checked(found.tree, found.origin, cfg[-1] if cfg else None)
     except RecursionError:
         raise ConfigError("values are nested too deeply to be read") from None
     problems = [*line.problems, *found.problems]
     wanted = references and not line.print_config
-    missing = dict(missing_references(checked)) if wanted else {}
+    missing = dict(missing_references(checked, is_here=is_here)) if wanted else {}
     groups = {group.partition("/")[0] for group in found.chosen}
     for path, problem in (missing | checked.wrong).items():
         if path[0] in groups and found.origin(path) != COMMAND_LINE:
@@ -94,11 +95,6 @@ def load_config(
     if problems or checked.config is None:
         raise ConfigError(problems)
     return LoadedConfig(checked.config, line.print_config, frozenset(found.typed))
-
-
-def settings_of(nodes: Mapping[str, Any], name: str) -> File:
-    """The nodes of a resolved configuration; messages say that they come from the file `name`."""
-    return File(name, escape(nodes))
 
 
 def read_run_config(path: FilePath) -> File:
@@ -126,12 +122,12 @@ class _Sources:
         problems: one sentence for each file or choice that cannot be used.
     """
 
-    def __init__(self, line: CommandLine, below: File | None) -> None:
+    def __init__(self, line: CommandLine, base: File | None) -> None:
         self.tree: dict[Any, Any] = {}
         self.chosen: dict[str, str] = {}
         self.problems: list[str] = []
         self.typed = typed_keys(line.overrides)
-        self._files = [below] if below else []
+        self._files = [base] if base else []
         user_folders = [FilePath(name) for option, name in line.sources if option == "--config-dir"]
         self.problems += [
             f"{folder}: no such folder (--config-dir)"
@@ -171,8 +167,8 @@ class _Sources:
             self._files += [*chosen_files(files.values(), self.chosen, folders), *files.values()]
         except ConfigError as error:
             self.problems += error.problems
-        if below:
-            self.tree = _merged(below.tree, self.tree)
+        if base:
+            self.tree = _merged(base.tree, self.tree)
         tree = OmegaConf.create({name: child for name, child in self.tree.items() if name != PLAN})
         for override in line.overrides:
             try:

@@ -445,7 +445,7 @@ class AutoBatchConfig:
     REPEATS: int = _search_key("repeats")
     MEMORY_LIMIT_GB: float | None = _search_key(
         "memory_limit_gb",
-        "each process may hold TARGET_MEMORY_FRACTION of this at most, whatever others use",
+        "each rank may hold TARGET_MEMORY_FRACTION of this at most, whatever others use",
         unit="GiB",
     )
     MAX_TRIALS: int = _search_key("max_trials")
@@ -469,13 +469,11 @@ class DataConfig:
     DATASET: Any = key(DatasetConfig, "the dataset, or a `_target_` node")
     BATCH_SIZE: int = key(
         64,
-        "samples of a training micro-batch, per process; where TRAIN.EFFECTIVE_BATCH_SIZE or "
+        "samples of a training micro-batch, per rank; where TRAIN.EFFECTIVE_BATCH_SIZE or "
         "TRAIN.BATCH_SCHEDULE is set, the upper bound of the micro-batch size",
         ge=1,
     )
-    BATCH_SIZE_VAL: int = key(
-        "${DATA.BATCH_SIZE}", "samples of a validation batch, per process", ge=1
-    )
+    BATCH_SIZE_VAL: int = key("${DATA.BATCH_SIZE}", "samples of a validation batch, per rank", ge=1)
     IMG_SIZE: Any = key(
         None,
         "side of a square image, or [height, width]; null is that of the weights, else the dataset's own "
@@ -485,7 +483,7 @@ class DataConfig:
     )
     NUM_WORKERS: int | None = key(
         None,
-        "loader processes per training process; 0 loads in the latter; null is up to 8, "
+        "loader processes per rank; 0 loads in the rank itself; null is up to 8, "
         "one for each CPU core, for image files and `_target_` datasets, and 0 for data in memory",
         ge=0,
     )
@@ -630,7 +628,7 @@ class OptimizerConfig:
     LAYER_DECAY: float | None = key(
         None,
         "learning rate of a layer as a fraction of that of the layer behind it; the heads have LR; "
-        "null is the same rate for all",
+        "null is the same learning rate for all",
         gt=0,
         le=1,
     )
@@ -686,7 +684,7 @@ class ScheduleConfig:
     )
     MILESTONES: list[int] | None = key(
         None,
-        "`multistep`: finished epochs at which the rate drops; null is half and three quarters of "
+        "`multistep`: finished epochs at which the learning rate drops; null is half and three quarters of "
         "TRAIN.EPOCHS, rounded up",
         unit="epochs",
         ge=1,
@@ -695,7 +693,8 @@ class ScheduleConfig:
     GAMMA: float = key(0.1, "`step`, `multistep`, `plateau`: factor of each drop", gt=0, lt=1)
     PATIENCE: int = key(
         5,
-        "`plateau`: validations without improvement that are tolerated; the next one lowers the rate. "
+        "`plateau`: validations without improvement that are tolerated; the next one lowers "
+        "the learning rate. "
         "Metric and MIN_DELTA are those of TRAIN.EARLY_STOPPING",
         unit="validations",
         ge=0,
@@ -727,21 +726,15 @@ class BatchScheduleConfig:
 
     NAME: str = key(
         "constant",
-        "how the effective batch size goes from FIRST to LAST; `milestones` takes its sizes "
-        "from MILESTONES",
+        "how the effective batch size goes from FIRST to TRAIN.EFFECTIVE_BATCH_SIZE, or to the largest "
+        "that fits; `milestones` takes its sizes from MILESTONES",
         choices=("constant", "linear", "exponential", "milestones"),
     )
     FIRST: int | None = key(None, "effective batch size at the start", unit="samples", ge=1)
-    LAST: int | None = key(
-        None,
-        "effective batch size at the end; null is the size without a schedule",
-        unit="samples",
-        ge=1,
-    )
     UNIT: str = key("epochs", "unit of LENGTH and MILESTONES", choices=("epochs", "steps"))
     LENGTH: int | None = key(
         None,
-        "epochs or optimizer steps until LAST is reached; null reaches it in the last epoch",
+        "epochs or optimizer steps until the last size is reached; null reaches it in the last epoch",
         ge=1,
     )
     MILESTONES: list[list[int]] = key(
@@ -755,9 +748,7 @@ class BatchScheduleConfig:
 class NoiseScaleConfig:
     """The gradient noise scale: the effective batch size beyond which more samples per step gain little."""
 
-    ENABLED: bool = key(
-        False, "measure it, over several micro-batches per step or several processes"
-    )
+    ENABLED: bool = key(False, "measure it, over several micro-batches per step or several ranks")
     EVERY: int = key(10, "optimizer steps from one measurement to the next", ge=1)
     DECAY: float = key(
         0.98, "fraction of the running averages kept at each measurement", ge=0, lt=1
@@ -796,8 +787,8 @@ class TrainConfig:
     )
     EFFECTIVE_BATCH_SIZE: int | None = key(
         None,
-        "samples per optimizer step over all processes, from which micro-batch size and accumulation "
-        "steps follow; null is DATA.BATCH_SIZE x processes x ACCUMULATION_STEPS",
+        "samples per optimizer step over all ranks, from which micro-batch size and accumulation "
+        "steps follow; null is DATA.BATCH_SIZE x ranks x ACCUMULATION_STEPS",
         unit="samples",
         ge=1,
     )
@@ -831,15 +822,16 @@ class TrainConfig:
     ON_OUT_OF_MEMORY: str = key(
         "raise",
         "when training runs out of memory: `raise` ends the run and says what held the memory; "
-        "`split` takes the optimizer step again with micro-batches of half the size, and goes on with these. "
-        "With several processes `split` ends the run with a checkpoint, from which AUTO_RESUME goes on so",
+        "`split` takes the optimizer step again with micro-batches of half the size, and trains on "
+        "with these. "
+        "With several ranks `split` ends the run with a checkpoint, which AUTO_RESUME resumes so",
         choices=("raise", "split"),
     )
-    SYNC_BATCHNORM: bool = key(False, "compute BatchNorm statistics over all processes")
+    SYNC_BATCHNORM: bool = key(False, "compute BatchNorm statistics over all ranks")
     DISTRIBUTE_BN: str = key(
         "reduce",
         "BatchNorm's running statistics before a validation: `reduce` averages them over the "
-        "processes, `broadcast` takes those of rank 0, `none` leaves each process its own, and then the "
+        "ranks, `broadcast` takes those of rank 0, `none` leaves each rank its own, and then the "
         "logged validation is not that of the checkpoint",
         choices=("reduce", "broadcast", "none"),
     )
@@ -877,7 +869,7 @@ class TrainConfig:
 
 @dataclass
 class DistConfig:
-    """Processes under torchrun."""
+    """Ranks under torchrun."""
 
     BACKEND: str = key(
         "auto", "`auto` is nccl on CUDA, else gloo", choices=("auto", "nccl", "gloo")
@@ -886,11 +878,11 @@ class DistConfig:
         False, "allow steps in which some parameters get no gradient"
     )
     TIMEOUT_MINUTES: float = key(10.0, "timeout of collectives in training", unit="minutes", gt=0)
-    START_MINUTES: float = key(30.0, "longest wait for processes to start", unit="minutes", gt=0)
+    START_MINUTES: float = key(30.0, "longest wait for ranks to start", unit="minutes", gt=0)
     SHARDING: str = key(
         "none",
-        "`full` gives each process a part of every parameter, gradient and optimizer state (FSDP2), "
-        "`hybrid` does so within a node and keeps a copy on each node, `none` gives each process all",
+        "`full` gives each rank a part of every parameter, gradient and optimizer state (FSDP2), "
+        "`hybrid` does so within a node and keeps a copy on each node, `none` gives each rank all",
         choices=("none", "full", "hybrid"),
     )
     SHARD_BLOCKS: list[str] | None = key(
@@ -923,4 +915,4 @@ class Config:
     OPTIMIZER: Any = key(OptimizerConfig, "the optimizer, or a `_target_` node")
     SCHEDULE: ScheduleConfig = key(ScheduleConfig, "learning rate over the run")
     TRAIN: TrainConfig = key(TrainConfig, "loop, step, precision, checkpoints")
-    DIST: DistConfig = key(DistConfig, "processes and their timeouts")
+    DIST: DistConfig = key(DistConfig, "ranks and their timeouts")

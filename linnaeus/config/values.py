@@ -203,6 +203,6 @@ def moment() -> datetime:
 
         return datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())
     raise ValueError(
-        "these processes were not all started by one torchrun, so each would take another moment; let the "
+        "these ranks were not all started by one torchrun, so each would take another moment; let the "
         "shell put it in: EXPERIMENT.NAME=run-$(date +%F)"
     )

@@ -265,7 +265,7 @@ def _hide_labels(labels: Tensor, fraction: float) -> Tensor:
     """Labels [N, L], coarse to fine, of which the finer ones are unknown (-1) for a fraction of the samples.
 
     The finest label that stays known is at a random level above the finest one. Sample and fraction decide
-    it alone, so that every epoch, process and run sees the same labels.
+    it alone, so that every epoch, rank and run sees the same labels.
     """
     labels, most_known = labels.clone(), labels.shape[1] - 1
     for index in range(len(labels) if fraction else 0):

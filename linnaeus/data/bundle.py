@@ -19,7 +19,7 @@ from linnaeus.runtime.words import counted, several
 Collate = Callable[[list[Any]], Batch]
 """Turns a list of samples into a batch."""
 OnMain = Callable[[Callable[[], Any]], Any]
-"""Calls a function on one process and returns its result on all; see `World.on_main`."""
+"""Calls a function on one rank and returns its result on all; see `World.on_main`."""
 
 
 @dataclass

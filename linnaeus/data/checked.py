@@ -49,7 +49,7 @@ MOST_IMAGES = 1000
 """Images that ranges, mean and standard deviation are measured on."""
 
 _CHUNK = 4096
-"""Files after which results are stored, so that an interrupted check goes on there."""
+"""Files after which results are stored, so that an interrupted check resumes there."""
 
 
 def find_damaged(

@@ -31,13 +31,13 @@ _KEYS_OF = {
 def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) -> DataBundle:
     """Build training and validation data.
 
-    Every process of a run builds the same bundle: the order of samples, the split and the labels depend on
+    Every rank of a run builds the same bundle: the order of samples, the split and the labels depend on
     the files and the configuration alone.
 
     Args:
         data_config: the `DATA` node.
         seed: seeds the random numbers that a user's dataset may draw when it is made.
-        on_main: used to look for damaged files on one process only.
+        on_main: used to look for damaged files on one rank only.
 
     Raises:
         ConfigError: a key that is missing, or that does not fit the data.

@@ -48,7 +48,7 @@ from linnaeus.runtime.signals import SIGNALS, blocked
 
 logger = logging.getLogger("linnaeus.data")
 MOST_WORKERS = 8
-"""Bound on the loader processes that `DATA.NUM_WORKERS null` starts for each training process."""
+"""Bound on the loader processes that `DATA.NUM_WORKERS null` starts for each rank."""
 _WORKER_DIED = re.compile(r"DataLoader worker.*(exited unexpectedly|killed by)", re.DOTALL)
 
 
@@ -117,7 +117,7 @@ def with_num_workers(config: DataConfig, data: DataBundle, world: World) -> Data
         reason = reason_against_sharing(data.train.dataset)
         if reason and world.is_main:
             logger.info(
-                "loader: in the training process, since others cannot share %s: %s (DATA.NUM_WORKERS)",
+                "loader: in the rank's own process, since others cannot share %s: %s (DATA.NUM_WORKERS)",
                 data.train.name,
                 reason,
             )
@@ -126,7 +126,7 @@ def with_num_workers(config: DataConfig, data: DataBundle, world: World) -> Data
 
 
 class BatchLoader:
-    """Batches of one split for one process. Each iteration runs through one epoch.
+    """Batches of one split for one rank. Each iteration runs through one epoch.
 
     With CUDA, batches are on the device, copied from page-locked memory while the step before them runs.
     """
@@ -221,7 +221,7 @@ class _Batches(Iterator[Batch]):
 
 @dataclass(frozen=True)
 class Loaders(AbstractContextManager["Loaders"]):
-    """The batches of each split for one process. As a context manager it closes all."""
+    """The batches of each split for one rank. As a context manager it closes all."""
 
     train: BatchLoader
     val: BatchLoader
@@ -248,8 +248,8 @@ def build_loaders(
 
     Args:
         config: the DATA node.
-        sizes: the size of each training batch of this process.
-        batch_size_val: samples per process and validation batch.
+        sizes: the size of each training batch of this rank.
+        batch_size_val: samples per rank and validation batch.
         mixed_epochs: number of epochs, from the first, whose training batches are mixed, if any are.
 
     Raises:
@@ -277,13 +277,13 @@ def build_val_loader(
     bundle: DataBundle, config: DataConfig, world: World, *, batch_size: int, seed: int
 ) -> BatchLoader:
     """The validation batches of `build_loaders`; warns on rank 0 of more workers than cores."""
-    workers, processes = config.NUM_WORKERS or 0, world.local_world_size
-    if world.is_main and workers * processes > max(num_cores(), processes):
+    workers, ranks = config.NUM_WORKERS or 0, world.local_world_size
+    if world.is_main and workers * ranks > max(num_cores(), ranks):
         logger.warning(
             "warning: DATA.NUM_WORKERS is %d, for %s on %d CPU cores; more workers than cores take memory "
             "and are no faster. DATA.NUM_WORKERS null fits itself to the cores",
             workers,
-            f"{processes} processes" if processes > 1 else "one process",
+            f"{ranks} ranks" if ranks > 1 else "one rank",
             num_cores(),
         )
     length = dataset_length(bundle.val)

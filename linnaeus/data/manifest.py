@@ -102,15 +102,29 @@ class _Table:
             return name
         return next((each for each in self.rows if each.casefold() == name.casefold()), None)
 
-    def require(self, names: Sequence[str], key: str) -> list[str]:
-        """The columns of these names; refuses a file without one. `key` names them, for the message."""
+    def require(self, names: Sequence[str], key: str | None) -> list[str]:
+        """Return the columns of these names.
+
+        Args:
+            names: in any case.
+            key: gives the names; None for columns of the training manifest.
+
+        Raises:
+            ConfigError, DataError: the file lacks columns, and the key or the training manifest names them.
+        """
         found = [self.find(name) for name in names]
-        for name, column in zip(names, found, strict=True):
-            if column is None:
-                close = get_close_matches(name, self.rows, 1, 0.7)
-                has = f"the file has {several([*map(repr, self.rows)])}"
-                hint = f"did you mean {close[0]!r}?" if close else has
-                raise DataError(f"{self.path}, line 1: no column {name!r} ({key}); {hint}")
+        problems = []
+        for name in (name for name, column in zip(names, found, strict=True) if column is None):
+            close = get_close_matches(name, self.rows, 1, 0.7)
+            has = f"the file has {several([*map(repr, self.rows)])}"
+            hint = f"did you mean {close[0]!r}?" if close else has
+            if key is None:
+                raise DataError(
+                    f"{self.path}, line 1: no column {name!r}, as the training manifest has; {hint}"
+                )
+            problems.append(f"{key}: {self.path} has no column {name!r}; {hint}")
+        if problems:
+            raise ConfigError(problems)
         return found  # type: ignore[return-value]
 
 
@@ -187,7 +201,7 @@ class _Labels:
 
     def _listing(self, table: _Table, unknown: Counter[str]) -> Listing:
         """The samples of a manifest; counts the words for unknown labels."""
-        columns = table.require(self.columns, "as in the training manifest")
+        columns = table.require(self.columns, None)
         rows, numbers = _distinct(table.rows[columns])
         found: list[Lineage] = []
         for row, number in zip(rows.values.tolist(), np.bincount(numbers).tolist(), strict=True):
@@ -377,7 +391,7 @@ def _are_flags(tables: Sequence[_Table], columns: Sequence[str]) -> bool:
 
 def _num_set(table: _Table, columns: Sequence[str]) -> pd.Series[int]:
     """The number of flags that are set in each kind of row."""
-    return _distinct(table.rows[table.require(columns, "")])[0].map(is_true).sum(axis=1)
+    return _distinct(table.rows[table.require(columns, None)])[0].map(is_true).sum(axis=1)
 
 
 def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:

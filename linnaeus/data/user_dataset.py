@@ -141,7 +141,7 @@ def build_user_dataset(
 
     The callable is called with `split="train"` and `split="val"` if it takes `split`, else with `train=True`
     and `train=False`; an argument that the node sets is not changed. The global generators are seeded before
-    each call, so that a random split in a user's function is the same in both calls and in all processes.
+    each call, so that a random split in a user's function is the same in both calls and in all ranks.
 
     Classes come from the dataset's attribute `taxonomy` (a `Taxonomy`, or a mapping from names of levels to
     class names or their number), `classes` (names) or `num_classes`; for a `Subset`, from the dataset in it.

@@ -229,7 +229,7 @@ def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, i
 
 
 def batchnorm_kind(model: nn.Module) -> str:
-    """How BatchNorm takes its statistics: `local`, `synchronised` over processes, or `none` at all."""
+    """How BatchNorm takes its statistics: `local`, `synchronised` over ranks, or `none` at all."""
     frozen = tuple(f"{name}." for name in getattr(model, "always_eval", ()))
     kinds = [
         module

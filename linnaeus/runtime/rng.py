@@ -32,7 +32,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def lent_generators() -> Iterator[None]:
-    """Context that reads samples: the global generators may be seeded, and go on as before at its end.
+    """Context that reads samples: the global generators may be seeded, and are restored at its end.
 
     One thing is lost: the second of two normal numbers that NumPy draws at a time. In exchange NumPy's
     generator is swapped, which is cheap, and not copied. Contexts must not be nested.

@@ -57,7 +57,7 @@ class SizeSearch:
         train: the TRAIN node.
         data: the datasets.
         assembly: the model without a wrapper, and its steps.
-        world: the processes.
+        world: the ranks.
         seed: chooses the samples that batches are made from.
         max_samples_per_rank: upper bound of the training size; samples that each rank takes per optimizer
             step. None without a bound.
@@ -88,7 +88,7 @@ class SizeSearch:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each process holds a part of the model."""
+        """Whether each rank holds a part of the model."""
         return is_sharded(self.assembly.state)
 
     @contextmanager
@@ -297,7 +297,7 @@ def find_sizes(
             result = dataclasses.replace(result, limited_by=limited_by, max_batch_size=most)
             if not is_kept:
                 logger.info(
-                    "AutoBatch %s: the checkpoint's batch size %d is not kept, going on with %d (limited by "
+                    "AutoBatch %s: the checkpoint's batch size %d is not kept, resuming with %d (limited by "
                     "%s)",
                     mode,
                     size,

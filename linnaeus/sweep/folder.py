@@ -190,7 +190,7 @@ class Sweep:
         if (read_json(self.folder / SWEEP) or {}).get("id") != self.id:
             raise LostFolderError(
                 f"{self.folder} is not the folder of this sweep any more: it was renamed or deleted; "
-                "where it is now, linnaeus work FOLDER goes on"
+                "where it is now, linnaeus work FOLDER resumes it"
             )
 
     def write(self) -> None:

@@ -117,9 +117,9 @@ def assemble(
         model_node, loss_node, optimizer_node: the nodes MODEL, LOSS and OPTIMIZER.
         config: the TRAIN node.
         data: its taxonomy and the shape of its inputs decide the model's outputs and inputs.
-        world: the processes and the device of training.
+        world: the ranks and the device of training.
         load_weights: whether to load the weights that MODEL names; not where a checkpoint replaces them.
-        sharding: the DIST node, if the model may be sharded over the processes.
+        sharding: the DIST node, if the model may be sharded over the ranks.
 
     Raises:
         ConfigError: a node that cannot be built.
@@ -148,7 +148,7 @@ def assemble(
             if split is not None and (length := dataset_length(split)) < world.world_size:
                 raise ConfigError(
                     f"DIST.SHARDING: {shards.SHARDING!r} needs a validation sample for each of "
-                    f"{world.world_size} processes, but there are {length}; start fewer"
+                    f"{world.world_size} ranks, but there are {length}; start fewer"
                 )
         average = shard(model, values, shards, world, with_average=config.EMA.ENABLED)
         callbacks["BatchNorm"] = BatchNormBroadcast()

@@ -118,7 +118,7 @@ class TrainingProgress:
             self.watched_best, self.num_stale = value, 0
 
     def early_stop_reason(self, node: EarlyStoppingConfig) -> str:
-        """Why training ends before its last epoch, as a sentence; empty where it goes on."""
+        """Why training ends before its last epoch, as a sentence; empty where it does not."""
         if node.PATIENCE is None or self.num_stale < node.PATIENCE or self.samples:
             return ""
         metric = f" of {node.METRIC}" if node.METRIC else ""
@@ -231,7 +231,7 @@ class Checkpoint:
 
         Args:
             target: the objects of this run.
-            world: the processes.
+            world: the ranks.
 
         Raises:
             CheckpointError: it belongs to another model or another configuration; the same on every rank.
@@ -307,7 +307,7 @@ class CheckpointFolder:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._unreadable: set[Path] = set()  # by this process: their shards, if any, are not known
-        self._keeps_previous = False  # `last.pt` is damaged, and the run goes on from an older file
+        self._keeps_previous = False  # `last.pt` is damaged, and the run resumes from an older file
 
     def __enter__(self) -> CheckpointFolder:
         return self
@@ -355,7 +355,7 @@ class CheckpointFolder:
         Args:
             state: of the objects on this rank.
             step: number of optimizer steps done; part of the folder's name.
-            world: the processes.
+            world: the ranks.
 
         Returns:
             The entries `state` and `shards` of the checkpoint, for `save`.
@@ -614,7 +614,7 @@ def broadcast_state(state: Any, world: World) -> Any:
 
     Args:
         state: nest of dense tensors on the host and of values that can be pickled; used on rank 0 alone.
-        world: the processes.
+        world: the ranks.
 
     Returns:
         The nest: on rank 0 `state` itself, on the other ranks a copy of it.
@@ -643,7 +643,7 @@ def local_shards_of(
         target: the sharded objects of this run. Their parameters take their values now.
         state: used on rank 0 alone, from which whole tensors are broadcast one by one.
         reader: of the shards, where the checkpoint is of a sharded run: its `state` has tensors on `meta`.
-        world: the processes.
+        world: the ranks.
 
     Raises:
         CheckpointError: a rank cannot read the shards.

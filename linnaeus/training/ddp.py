@@ -34,7 +34,7 @@ def wrap(
 
     Args:
         model: on its device.
-        world: the processes.
+        world: the ranks.
         find_unused_parameters: for models that do not use every parameter in every step.
         single_rank: use a process group of this rank alone, with the same buckets and hooks. For trials of
             the batch-size search: the other ranks take no part in them.
@@ -65,7 +65,7 @@ def _rebuild_buckets_now(wrapper: DistributedDataParallel) -> None:
 
     After its first backward pass a wrapper sorts the gradients into new buckets, in the order in which they
     came. How three or more ranks round a sum depends on its place in a bucket, so that the first step of a
-    resumed process would differ from that of a process that goes on. A backward pass of zeros, from the last
+    resumed run would differ from that of a run without a break. A backward pass of zeros, from the last
     parameter to the first, gives the order before the first step.
     """
     parameters = [parameter for parameter in wrapper.module.parameters() if parameter.requires_grad]
@@ -112,7 +112,7 @@ def distribute_batchnorm(
     Args:
         model: without DistributedDataParallel.
         ema_module: the average of its weights; None without EMA.
-        world: the processes; if there is only one, nothing happens.
+        world: the ranks; if there is only one, nothing happens.
         how: `reduce` averages the model's statistics over the ranks, `broadcast` takes those of rank 0,
             `none` leaves all as it is.
     """

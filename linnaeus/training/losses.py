@@ -79,7 +79,7 @@ class TaxonomicLoss(nn.Module):
 
     A sample whose label is unknown at a level adds 0 to that level and counts in the average. The divisor is
     therefore the number of samples and not that of known labels, nor the sum of class weights, so that the
-    gradient of an effective batch does not depend on how it is split into micro-batches and processes.
+    gradient of an effective batch does not depend on how it is split into micro-batches and ranks.
 
     Targets are labels or, for batches mixed by Mixup or CutMix, probabilities; the loss of a mixed sample is
     the mean of the losses with either label, by the parts of the images.

@@ -130,7 +130,7 @@ class SizeOrigin:
     """Where the batch size of training or of validation comes from.
 
     Attributes:
-        size: samples per process.
+        size: samples per rank.
         sentence: says where it comes from.
         key: the key that is set to less for a smaller size.
         alternatives: what leads to a smaller size too.
@@ -320,7 +320,7 @@ class OutOfMemoryReport:
         elif smallest < 2 and batchnorm_kind(self.assembly.model) == "local":
             obstacle = "Split further, a micro-batch would have one sample, too few for BatchNorm"
         elif self.config.ON_OUT_OF_MEMORY != "split":
-            obstacle = f"{_KEY} split would go on with smaller micro-batches"
+            obstacle = f"{_KEY} split would train on with smaller micro-batches"
         else:
             return None
         remedies = update_remedies(self.assembly)  # there were no activations in an update

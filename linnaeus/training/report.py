@@ -69,7 +69,7 @@ def report_start(config: Config, sentences: Iterable[str | None]) -> None:
 
 
 def report_plan(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode) -> None:
-    """Log the figures, notes and warnings of the batch plan; arguments as for `summary_lines`."""
+    """Log the numbers, notes and warnings of the batch plan; arguments as for `summary_lines`."""
     for line in summary_lines(plan, train, optimizer):
         logger.info(line)
     for note in plan.notes:
@@ -93,7 +93,7 @@ def report_result(
     if result.stop_signal:
         name = signal.Signals(result.stop_signal).name
         logger.info(
-            "stopped by %s; TRAIN.AUTO_RESUME True goes on from the checkpoint in %s", name, folder
+            "stopped by %s; TRAIN.AUTO_RESUME True resumes from the checkpoint in %s", name, folder
         )
         return
     if result.stopped_early:

@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: what its configuration may change, and whether it is over."""
+"""Whether a run may resume from a checkpoint: what its configuration may change, and whether it is over."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def find_checkpoint(
         checkpoints: of the run.
         nodes: the `resumed_nodes` of this configuration.
         resume_with: TRAIN.RESUME_WITH.
-        world: the processes.
+        world: the ranks.
 
     Raises:
         CheckpointError, ConfigError: it cannot be read; it has another optimizer, schedule or seed.
@@ -254,7 +254,7 @@ def is_finished(progress: TrainingProgress, train: TrainConfig, result: Path, wo
         progress: of the run's checkpoint.
         train: the TRAIN node.
         result: the file with the run's result. Where a killed run has not written it, there is still work.
-        world: the processes.
+        world: the ranks.
     """
     stalled = progress.early_stop_reason(train.EARLY_STOPPING)
     if (progress.epoch < train.EPOCHS and not stalled) or not world.on_main(result.is_file):
@@ -277,7 +277,7 @@ def restore_generators(content: Mapping[str, Any], world: World, seed: int) -> N
 
     Args:
         content: of a checkpoint.
-        world: the processes.
+        world: the ranks.
         seed: seed of the run.
     """
     states = content["rng"]

@@ -23,7 +23,7 @@ class StopAgreement:
     seconds per step of the slowest rank, which the exchange carries too, so that all ranks know it.
 
     Args:
-        world: the processes.
+        world: the ranks.
         request: whether this process was asked to stop.
 
     Attributes:

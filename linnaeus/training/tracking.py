@@ -23,7 +23,7 @@ logger = logging.getLogger("linnaeus.training.tracking")
 
 
 class Tracker:
-    """Hands a run's figures on to loggers, by name, beside the run's own files; one that fails is left out.
+    """Hands a run's metrics on to loggers, by name, beside the run's own files; one that fails is left out.
 
     The end of its context closes the run, after an exception with exit code 1. What a logger does not
     override does nothing.
@@ -43,7 +43,7 @@ class Tracker:
         self._each(lambda logger: logger.table(name, columns, rows))
 
     def summarise(self, values: Mapping[str, Any]) -> None:
-        """The run's final figures."""
+        """The run's final metrics."""
         self._each(lambda logger: logger.summarise(values))
 
     def finish(self, exit_code: int) -> None:

@@ -176,7 +176,7 @@ class Trainer:
         before, now = entries["config"], self.checkpoint_extras["config"]
         if all(before.get(name) == now.get(name) for name in ("OPTIMIZER", "SCHEDULE")):
             watched = self.config.EARLY_STOPPING.METRIC or headline
-            self.schedule.load_state_dict(  # a new rate is not one that has dropped
+            self.schedule.load_state_dict(  # a new learning rate is not one that has dropped
                 entries["schedule"], same_metric=early_stopping_metric(entries) == watched
             )
         states = entries["callbacks"]
@@ -195,7 +195,7 @@ class Trainer:
         logger.info("resumed after %d optimizer steps, %s", self.progress.step, place)
         if changes := self.plan.differences(entries["plan"]):
             logger.warning(
-                "warning: the checkpoint was written with another batch plan (%s); training goes on with "
+                "warning: the checkpoint was written with another batch plan (%s); training resumes with "
                 "this plan and its learning rate, at the same place in the schedule",
                 ", ".join(changes),
             )
@@ -449,10 +449,10 @@ class Trainer:
     def _handle_step_error(self, error: Exception, stage: Stage) -> None:
         """After a step ran out of memory, go back to the last completed one and halve the micro-batches.
 
-        A single process goes on. Several end with a checkpoint: the others wait for this one's gradients.
+        A single rank trains on. Several end with a checkpoint: the others wait for this one's gradients.
 
         Raises:
-            OutOfMemoryError: from `error`; this process does not take the step again.
+            OutOfMemoryError: from `error`; this rank does not take the step again.
             ConfigError: a micro-batch has one sample, and BatchNorm needs more.
             Exception: `error`, if it is anything else.
         """
@@ -470,7 +470,7 @@ class Trainer:
         text = (
             f"out of memory in optimizer step {self.progress.step + 1}, with micro-batches of "
             f"{stage.micro_batch_size} (x {stage.accumulation_steps} accumulation x {stage.world_size} "
-            f"processes): {first_line(error)}"
+            f"ranks): {first_line(error)}"
         )
         problem = self._out_of_memory.of_step(
             text,

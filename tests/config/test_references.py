@@ -68,6 +68,12 @@ def test_all_mistakes_are_found_at_once_without_torch(tmp_path):
         assert any(key in line.partition(":")[0] and hint in line for line in told), (key, told)
 
 
+def test_a_device_is_checked_with_all_else_unless_a_job_has_it():
+    wrong = ("EXPERIMENT.DEVICE=cudo", "MODEL.NAME=resnet1o8")
+    assert keys(*wrong) == ["MODEL.NAME", "EXPERIMENT.DEVICE"]
+    assert keys(*wrong, "--launcher=slurm") == ["MODEL.NAME"]
+
+
 def test_what_is_there_is_no_mistake():
     Path("moths/train").mkdir()
     Path("w.csv").touch()

@@ -125,7 +125,7 @@ def search_on_ranks(
         found: result of an earlier call; each rank runs `size` once and searches below it if it does not
             fit. Memory does not always grow with the size: a smaller size may not fit either.
         size: chosen earlier. It is tried first, and no larger one is.
-        agree: where a rank finds no size, all ranks raise a `TooSmallError`, and can go on.
+        agree: where a rank finds no size, all ranks raise a `TooSmallError`, and can continue.
 
     Returns:
         The result with the trials of rank 0. If the last size run fits on every rank, it is among those that

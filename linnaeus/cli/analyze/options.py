@@ -45,7 +45,7 @@ peak and its speed. --variants adds rows with one thing changed. --predict runs 
 table for GPUs that need not be there. --lr trains for a hundred steps and suggests a learning rate.
 """
 DETAILS = """\
-Only the training and validation steps are timed: loading and the exchange between processes come on top.
+Only the training and validation steps are timed: loading and the exchange between ranks come on top.
 Overrides are those of training (`linnaeus train --help`). Of an option and an override that set the same key,
 the one further right wins; the sizes of validation follow as in a run.
 
@@ -98,7 +98,7 @@ _SIZES = {"--lr": "only trains"}
 
 @dataclass
 class AnalyzeOptions(Options):
-    """What to measure, and where the figures go. Fractions are ascending."""
+    """What to measure, and where the results go. Fractions are ascending."""
 
     output: Path | None = option(
         ".json, .jsonl or .csv by its ending; default batch_sizes.json", "FILE", read_table
@@ -116,7 +116,7 @@ class AnalyzeOptions(Options):
         "largest size tried", "N", read_count, key=f"{AUTOBATCH}.MAX_BATCH_SIZE", not_with=_SIZES
     )
     memory_limit_gb: None = option(
-        "each process may hold TARGET_MEMORY_FRACTION of this at most",
+        "each rank may hold TARGET_MEMORY_FRACTION of this at most",
         "X",
         partial(read_number, "number of GiB"),
         key=f"{AUTOBATCH}.MEMORY_LIMIT_GB",
@@ -179,14 +179,14 @@ class AnalyzeOptions(Options):
         needs="--predict",
     )
     world_size: list[int] = option(
-        "processes of the run, or several numbers, such as 1,8,64; default 1",
+        "ranks of the run, or several numbers, such as 1,8,64; default 1",
         "N",
         partial(_ascending, read_count),
         lambda: [1],
         needs="--predict",
     )
     sharding: None = choice(
-        "share the model among the processes, or with hybrid among those of each node",
+        "share the model among the ranks, or with hybrid among those of each node",
         ("full", "hybrid", "none"),
         key="DIST.SHARDING",
         needs="--predict",

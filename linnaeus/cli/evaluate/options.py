@@ -30,7 +30,7 @@ DESCRIPTION = """\
 Evaluates a trained run on labelled data, with its classes, its preprocessing and its validation step.
 
 RUN is a run's folder, or one of its checkpoints. Without overrides its own validation data is evaluated,
-which gives the figures that training has logged. DATA.DATASET names other data, whose classes are matched by
+which gives the metrics that training has logged. DATA.DATASET names other data, whose classes are matched by
 name.
 """
 _SETTABLE = (
@@ -130,15 +130,15 @@ def read(argv: Sequence[str]) -> str | tuple[EvaluateOptions, Config, Config]:
     problems += _not_taken(line)
     if problems:
         raise ConfigError([*problems, *line.problems])
-    below = _base(options)
-    own = load_config(_NOT_SEARCHED, below).config
-    loaded = load_config([*_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], below)
+    base = _base(options)
+    own = load_config(_NOT_SEARCHED, base).config
+    loaded = load_config([*_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], base)
     if loaded.print_config:
         return to_yaml(loaded.config)
     config = loaded.config
     built = [*targets(config.DATA.DATASET, ("DATA", "DATASET")), *targets(config.LOSS, ("LOSS",))]
     of_file = {key: name for key, name in built if not loaded.is_on_command_line(key)}
-    check_targets(of_file, Path(below.name), trust_code=options.trust_code)
+    check_targets(of_file, Path(base.name), trust_code=options.trust_code)
     return options, config, own
 
 
@@ -164,7 +164,9 @@ def _not_taken(line: CommandLine) -> list[str]:
 
 def _base(options: EvaluateOptions) -> File:
     """The file with the run's configuration: `config.yaml` or a checkpoint."""
-    from linnaeus.config.load import read_run_config, settings_of
+    from linnaeus.config.files import File
+    from linnaeus.config.load import read_run_config
+    from linnaeus.config.values import escape
 
     path = options.run
     folder = path.parent.parent if path.is_file() and path.parent.name == CHECKPOINTS else path
@@ -181,7 +183,7 @@ def _base(options: EvaluateOptions) -> File:
         raise ConfigError(f"RUN: {error}") from error
     if not isinstance(nodes, Mapping):
         raise ConfigError(f"{checkpoint}: holds no configuration, so it cannot be evaluated")
-    return settings_of(nodes, str(checkpoint))
+    return File(str(checkpoint), escape(nodes))
 
 
 def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:

@@ -81,7 +81,7 @@ class Session:
 
 
 def run(options: EvaluateOptions, config: Config, own: Config) -> int:
-    """Evaluate, write the files and show the figures; returns the exit code, 0.
+    """Evaluate, write the files and show the metrics; returns the exit code, 0.
 
     `own` is the configuration of the run, `config` that with what the command line changes.
 
@@ -275,7 +275,7 @@ def _file(output: Path, ending: str) -> Path:
 
 
 def _logged(session: Session, data: EvaluationData) -> dict[str, float] | None:
-    """The figures of training in the checkpoint; None where they are not of this data and state."""
+    """The metrics of training in the checkpoint; None where they are not of this data and state."""
     progress, own = session.trained.content["progress"], session.own.TRAIN
     is_last = progress["epoch"] == own.EPOCHS
     was_validated = is_last or progress["epoch"] % own.VALIDATE_EVERY == 0

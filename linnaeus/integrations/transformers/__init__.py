@@ -54,7 +54,7 @@ def autobatch(
     """Let a trainer find its batch sizes when `train()` is called: `autobatch(trainer).train()`.
 
     The search runs the trainer's own steps on the longest samples of its own datasets. Training is then bit
-    for bit that of a trainer with `per_device_train_batch_size` set to the size found. Over several processes
+    for bit that of a trainer with `per_device_train_batch_size` set to the size found. Over several ranks
     all agree on the size. A run that is resumed runs the size in its checkpoint once and keeps it; if it no
     longer fits, a warning says so, and a smaller one is searched.
 
@@ -66,7 +66,7 @@ def autobatch(
         trainer: a `Trainer`, of a subclass of your own or of TRL's `SFTTrainer`, `DPOTrainer` or
             `RewardTrainer`.
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
-        effective_batch_size: samples per optimizer step of all processes; the size becomes a divisor of it,
+        effective_batch_size: samples per optimizer step of all ranks; the size becomes a divisor of it,
             and `gradient_accumulation_steps` follow. By default they stay as they are. No divisor is below
             `min_batch_size`, or 2 for a model with BatchNorm.
         evaluation: find `per_device_eval_batch_size` too; by default where `eval_strategy` evaluates.
@@ -120,8 +120,8 @@ def check_supported(trainer: Any) -> None:
     is_split = accelerator.num_processes > 1 and accelerator.split_batches
     unsupported = {
         f"TRL's {' '.join(refused)}; SFTTrainer, DPOTrainer and RewardTrainer can be searched": refused,
-        "DeepSpeed, whose steps communicate between the processes": trainer.is_deepspeed_enabled,
-        "FSDP, whose steps communicate between the processes": trainer.is_fsdp_enabled,
+        "DeepSpeed, whose steps communicate between the ranks": trainer.is_deepspeed_enabled,
+        "FSDP, whose steps communicate between the ranks": trainer.is_fsdp_enabled,
         "tensor, context or sequence parallelism": max(sizes) > 1,
         "a model sharded when it was loaded": getattr(trainer, _SHARDED, False),
         "a model on several devices (device_map)": trainer.is_model_parallel,
@@ -131,7 +131,7 @@ def check_supported(trainer: Any) -> None:
         ),
         "batch_rebalance, whose batches vary in size": args.train_sampling_strategy
         == "batch_rebalance",
-        "accelerator_config.split_batches over several processes": is_split,
+        "accelerator_config.split_batches over several ranks": is_split,
     }
     for what, is_there in unsupported.items():
         if is_there:
@@ -155,7 +155,7 @@ class _Search:
         """Run the loop; `batch_size` is what the trainer was built with."""
         trainer = self.trainer
         checkpoint = keywords.get("resume_from_checkpoint")
-        with joined_ranks() as control:  # so that an error of one process ends all
+        with joined_ranks() as control:  # so that an error of one rank ends all
             check_supported(trainer)  # arguments may have been set meanwhile
             # Not every machine need see the checkpoint's folder.
             self._find(of_main(control, checkpoint and size_in_checkpoint(checkpoint)), control)
@@ -247,6 +247,6 @@ class _Search:
 
 
 def size_in_checkpoint(folder: str) -> int | None:
-    """The batch size per process of a trainer's checkpoint; None where it holds none."""
+    """The batch size per rank of a trainer's checkpoint; None where it holds none."""
     path = Path(folder) / "trainer_state.json"
     return TrainerState.load_from_json(str(path)).train_batch_size if path.is_file() else None

@@ -204,9 +204,7 @@ def test_more_cards_that_share_a_model_take_no_smaller_batches(run):
     sizes = [row["batch_size"] for row in rows]
     assert sizes == sorted(sizes)
     assert 1.5 * sizes[0] < sizes[2]
-    assert "DIST.SHARDING full with one process is the same as none" in outcome.out.replace(
-        "\n", " "
-    )
+    assert "DIST.SHARDING full with one rank is the same as none" in outcome.out.replace("\n", " ")
     assert not torch.distributed.is_initialized()
     assert not hasattr(torch, "meta")
 

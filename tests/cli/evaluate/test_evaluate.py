@@ -108,7 +108,7 @@ def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(run, bir
     found = content_of(birds / "evaluations/last.json")
     assert found["metrics"] == logged(birds)
     assert found["logged"] == found["metrics"]
-    assert "same figures as in training" in outcome.out
+    assert "same metrics as in training" in outcome.out
     assert found["metrics"]["top1/level2"] == pytest.approx(found["levels"]["level2"]["top1"])
     assert (found["data"]["part"], found["data"]["samples"]) == ("validation split", 7)
 
