@@ -200,6 +200,44 @@ def test_batches_depend_neither_on_workers_nor_on_where_an_epoch_was_left_or_is_
         assert_same([batch.inputs for batch in made.train], expected[8 + 2 : 8 + 5])
 
 
+def one_of_torch():
+    return float(torch.rand(()))
+
+
+def one_undrawn():
+    return 0.5
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("number", [random.random, np.random.rand, one_of_torch, one_undrawn])
+def test_one_sample_that_draws_gets_its_own_numbers(number, workers):
+    """The batches before it do without seeds. Its batch alone is read again, and none if nothing is drawn."""
+    rare, reads = list(EpochSampler(24, seed=0))[9][1], []  # in the third batch of an epoch
+
+    def read(index):
+        reads.append(index)
+        return torch.tensor(number() if index == rare else 0.0)
+
+    for starts in ([(0, 0), (1, 0)], [(0, 8)]):  # the second one is a resumed run
+        reads.clear()
+        seen = []
+        seed_generators(1)
+        with loaders(bundle_of(Calls(24, read)), workers) as made:
+            for epoch, skip in starts:
+                made.train.set_epoch(epoch, skip)
+                seen.append(torch.cat([torch.stack(batch[:2], 1) for batch in made.train]).tolist())
+        untouched = draw()
+        seed_generators(1)
+        assert draw() == untouched
+        is_again = number is not one_undrawn and len(starts) == 2
+        assert workers or len(reads) == sum(map(len, seen)) + 4 * is_again
+        for (epoch, _), rows in zip(starts, seen, strict=True):
+            seed_generators(derive_seed(0, epoch, rare))
+            expected = torch.tensor(number()).item()
+            assert [value for value, index in rows if index == rare] == [expected]
+            assert {value for value, index in rows if index != rare} == {0.0}
+
+
 @pytest.mark.parametrize("workers", WORKERS)
 def test_batches_of_files_are_their_pixels_collated(nested: Path, workers: int) -> None:
     node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
