@@ -154,7 +154,7 @@ def with_num_workers(config: DataConfig, data: DataBundle, world: World) -> Data
 
 
 class BatchLoader:
-    """Batches of one split for one process. Each iteration runs through one epoch.
+    """Batches of one split for one rank. Each iteration runs through one epoch.
 
     With CUDA, batches are on the device, copied from page-locked memory while the step before them runs.
     """
@@ -249,7 +249,7 @@ class _Batches(Iterator[Batch]):
 
 @dataclass(frozen=True)
 class Loaders(AbstractContextManager["Loaders"]):
-    """The batches of each split for one process. As a context manager it closes all."""
+    """The batches of each split for one rank. As a context manager it closes all."""
 
     train: BatchLoader
     val: BatchLoader
@@ -276,8 +276,8 @@ def build_loaders(
 
     Args:
         config: the DATA node.
-        sizes: the size of each training batch of this process.
-        batch_size_val: samples per process and validation batch.
+        sizes: the size of each training batch of this rank.
+        batch_size_val: samples per rank and validation batch.
         mixed_epochs: number of epochs, from the first, whose training batches are mixed, if any are.
 
     Raises:

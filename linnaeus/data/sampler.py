@@ -1,4 +1,4 @@
-"""The order of samples: shuffled for training, split between processes, grouped into batches."""
+"""The order of samples: shuffled for training, split between ranks, grouped into batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ run, it determines the random numbers of a sample."""
 
 
 class EpochSampler(Sampler[SampleKey]):
-    """Training samples of one process, in an order that depends on (seed, epoch) alone.
+    """Training samples of one rank, in an order that depends on (seed, epoch) alone.
 
-    All processes shuffle alike, leave out the samples that are skipped, and take every world_size-th of the
+    All ranks shuffle alike, leave out the samples that are skipped, and take every world_size-th of the
     others. Each gets floor((length - skip) / world_size) of them, so that all make the same number of steps;
-    the few left over differ from epoch to epoch. An epoch may be resumed on another number of processes.
+    the few left over differ from epoch to epoch. An epoch may be resumed on another number of ranks.
     """
 
     def __init__(self, length: int, *, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -34,7 +34,7 @@ class EpochSampler(Sampler[SampleKey]):
         self.skip = 0
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Choose what comes next: an epoch, without its first `skip` samples over all processes."""
+        """Choose what comes next: an epoch, without its first `skip` samples over all ranks."""
         self.epoch = epoch
         self.skip = skip
 
@@ -50,7 +50,7 @@ class EpochSampler(Sampler[SampleKey]):
         return chain.from_iterable(chunk.tolist() for chunk in mine.split(4096))
 
     def _order(self, generator: torch.Generator) -> Tensor:
-        """Indices of all samples of an epoch, in order, for all processes together."""
+        """Indices of all samples of an epoch, in order, for all ranks together."""
         return torch.randperm(self.length, generator=generator)
 
 
@@ -105,7 +105,7 @@ class BalancedSampler(EpochSampler):
 
 
 Sizes = Callable[[int, int], Iterator[int]]
-"""Given an epoch and the samples to skip at its start, over all processes: sizes of the remaining batches."""
+"""Given an epoch and the samples to skip at its start, over all ranks: sizes of the remaining batches."""
 
 
 class PlannedBatches(Sampler[list[SampleKey]]):
@@ -125,9 +125,9 @@ class PlannedBatches(Sampler[list[SampleKey]]):
 
 
 class ValSampler(EpochSampler):
-    """Validation samples of one process, in order: over all processes, each sample comes exactly once.
+    """Validation samples of one rank, in order: over all ranks, each sample comes exactly once.
 
-    The numbers of samples of two processes may differ by one, so a validation batch must not run collectives.
+    The numbers of samples of two ranks may differ by one, so a validation batch must not run collectives.
     """
 
     def __iter__(self) -> Iterator[SampleKey]:

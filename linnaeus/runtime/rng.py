@@ -42,7 +42,7 @@ def next_numbers() -> tuple[float, float, int]:
 
 @contextmanager
 def lent_generators() -> Iterator[None]:
-    """Context that reads samples: the global generators may be seeded, and go on as before at its end.
+    """Context that reads samples: the global generators may be seeded, and continue as before at its end.
 
     One thing is lost: the second of two normal numbers that NumPy draws at a time. In exchange NumPy's
     generator is swapped, which is cheap, and not copied. Contexts must not be nested.

@@ -1,4 +1,4 @@
-"""Accuracy per level, agreement with the taxonomy, and losses, over all processes."""
+"""Accuracy per level, agreement with the taxonomy, and losses, over all ranks."""
 
 from __future__ import annotations
 
@@ -102,16 +102,16 @@ class ClassificationMetrics(nn.Module):
         self.counts += torch.stack(counts).view(-1, 2)
 
     def compute(self, world: World, *, aborted: bool = False) -> dict[str, float] | None:
-        """The metrics over all batches of all processes, in one collective. Every process must call this.
+        """The metrics over all batches of all ranks, in one collective. Every rank must call this.
 
         Several labels per sample take two more.
 
         Args:
-            world: the processes.
-            aborted: whether this process has broken its validation off.
+            world: the ranks.
+            aborted: whether this rank has broken its validation off.
 
         Returns:
-            The values, equal on all processes; None if any process has broken its validation off.
+            The values, equal on all ranks; None if any rank has broken its validation off.
         """
         sums = [float(self.total_loss), self.num_samples, *self.counts.flatten().tolist(), aborted]
         *sums, num_aborted = world.reduce(torch.tensor(sums, dtype=torch.float64)).tolist()
@@ -127,7 +127,7 @@ class ClassificationMetrics(nn.Module):
         return values
 
     def gather_sets(self, world: World) -> tuple[Tensor, Tensor] | None:
-        """Probabilities and targets, [N, C] each, of all processes on rank 0; None on the others."""
+        """Probabilities and targets, [N, C] each, of all ranks on rank 0; None on the others."""
         gathered = world.gather_on_host(self._sets)
         if gathered is None:
             return None
@@ -211,7 +211,7 @@ class LossMeter:
     """Sums the loss on the device and reads it only when asked, so that no step waits for it.
 
     Args:
-        world: the processes.
+        world: the ranks.
         scaler: the training step's. If enabled, it skips steps whose loss is not finite, and the mean leaves
             them out.
     """
@@ -242,7 +242,7 @@ class LossMeter:
         return 0.0 if self._total is None else float(self._total), int(self._count)
 
     def load_states(self, states: Sequence[tuple[float, int]]) -> None:
-        """Go on from what `state` gave on each rank; on another number of ranks, from their mean."""
+        """Continue from the `state` of each rank; on another number of ranks, from the mean of all."""
         if len(states) == self._world.world_size:
             states = [states[self._world.rank]]
         totals, counts = [total for total, _ in states], [count for _, count in states]
