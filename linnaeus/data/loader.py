@@ -11,8 +11,8 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import repeat
 from multiprocessing.synchronize import Event
 from types import TracebackType
@@ -43,7 +43,7 @@ from linnaeus.data.sharing import reason_against_sharing
 from linnaeus.data.user_dataset import UserDataset
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import DataError
-from linnaeus.runtime.rng import derive_seed, lent_generators, seed_generators
+from linnaeus.runtime.rng import derive_seed, lent_generators, next_numbers, seed_generators
 from linnaeus.runtime.signals import SIGNALS, blocked
 
 logger = logging.getLogger("linnaeus.data")
@@ -68,6 +68,9 @@ class SeededBatches(Dataset[Any]):
 
     Collating draws on from the generators' state after the last sample, and so do the choices for the device.
     Batches are mixed in the first `mixed_epochs` epochs.
+
+    Seeding takes longer than a small sample in memory. The training process therefore does without it while
+    no sample draws a number. The first batch that draws one is read again, and all later ones are seeded.
     """
 
     dataset: Dataset[Any]
@@ -75,6 +78,8 @@ class SeededBatches(Dataset[Any]):
     seed: int
     on_device: DeviceTransform | None = None
     mixed_epochs: int = 0
+    _draws: bool | None = field(default=None, init=False)
+    """Whether samples may draw numbers; None before the first batch."""
 
     def __getitems__(self, keys: list[SampleKey]) -> Batch | DataError:
         """The batch of these samples; torch's loader calls this with all keys of a batch at once.
@@ -84,17 +89,40 @@ class SeededBatches(Dataset[Any]):
         if get_worker_info() is None:
             # The training process uses these generators too. Restoring per batch is cheaper than per sample.
             with lent_generators():
-                return self._read(keys)
+                return self._read_here(keys)
         try:
-            return self._read(keys)
+            return self._read_seeded(keys)
         except DataError as error:
             return error
 
-    def _read(self, keys: list[SampleKey]) -> Batch:
+    def _read_here(self, keys: list[SampleKey]) -> Batch:
+        if self._draws is False:
+            seed_generators(self.seed)
+            batch = self._collated([self.dataset[key[1]] for key in keys], keys)
+            if next_numbers() == self._first_numbers:
+                return batch
+            self._draws = True
+        batch = self._read_seeded(keys)
+        if self._draws is None:
+            numbers = next_numbers()
+            seed_generators(derive_seed(self.seed, *keys[-1]))
+            self._draws = numbers != next_numbers()
+        return batch
+
+    @cached_property
+    def _first_numbers(self) -> tuple[float, float, int]:
+        """The numbers that follow the seed of the run."""
+        seed_generators(self.seed)
+        return next_numbers()
+
+    def _read_seeded(self, keys: list[SampleKey]) -> Batch:
         samples = []
-        for epoch, index, *draw in keys:
-            seed_generators(derive_seed(self.seed, epoch, index, *draw))
-            samples.append(self.dataset[index])
+        for key in keys:
+            seed_generators(derive_seed(self.seed, *key))
+            samples.append(self.dataset[key[1]])
+        return self._collated(samples, keys)
+
+    def _collated(self, samples: list[Any], keys: list[SampleKey]) -> Batch:
         batch = self.collate(samples)
         if self.on_device is None:
             return batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import chain, count, islice, repeat
 
 import torch
 from torch import Tensor
@@ -39,19 +39,15 @@ class EpochSampler(Sampler[SampleKey]):
         self.skip = skip
 
     def __iter__(self) -> Iterator[SampleKey]:
-        epoch = self.epoch
-        return ((epoch, index) for _, index in self._positions())
+        return zip(repeat(self.epoch), self._indices(), strict=False)
 
-    def _positions(self) -> Iterator[tuple[int, int]]:
-        """(position in the epoch, index) of the samples of this rank."""
+    def _indices(self) -> Iterator[int]:
+        """The samples of this rank."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         rest = self._order(generator)[self.skip :]
         mine = rest[self.rank :: self.world_size][: len(rest) // self.world_size].clone()
-        positions = count(self.skip + self.rank, self.world_size)
         # In chunks, so that an epoch of millions of samples is not a list of Python numbers.
-        for start in range(0, len(mine), 4096):
-            for index in mine[start : start + 4096].tolist():
-                yield next(positions), index
+        return chain.from_iterable(chunk.tolist() for chunk in mine.split(4096))
 
     def _order(self, generator: torch.Generator) -> Tensor:
         """Indices of all samples of an epoch, in order, for all ranks together."""
@@ -89,9 +85,9 @@ class BalancedSampler(EpochSampler):
         """Samples of each class."""
 
     def __iter__(self) -> Iterator[SampleKey]:
-        epoch = self.epoch
         # Without the position, a sample drawn twice in an epoch would be augmented alike.
-        return ((epoch, index, position) for position, index in self._positions())
+        positions = count(self.skip + self.rank, self.world_size)
+        return zip(repeat(self.epoch), self._indices(), positions, strict=False)
 
     def _order(self, generator: torch.Generator) -> Tensor:
         # No `torch.multinomial`, which takes at most 2**24 categories.
@@ -135,4 +131,4 @@ class ValSampler(EpochSampler):
     """
 
     def __iter__(self) -> Iterator[SampleKey]:
-        return ((0, index) for index in range(self.rank, self.length, self.world_size))
+        return zip(repeat(0), range(self.rank, self.length, self.world_size), strict=False)

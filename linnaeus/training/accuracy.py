@@ -242,7 +242,7 @@ class LossMeter:
         return 0.0 if self._total is None else float(self._total), int(self._count)
 
     def load_states(self, states: Sequence[tuple[float, int]]) -> None:
-        """Continue from what `state` gave on each rank; on another number of ranks, from their mean."""
+        """Continue from the `state` of each rank; on another number of ranks, from the mean of all."""
         if len(states) == self._world.world_size:
             states = [states[self._world.rank]]
         totals, counts = [total for total, _ in states], [count for _, count in states]

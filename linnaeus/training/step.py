@@ -74,9 +74,8 @@ class TrainStep:
             The mean loss over the micro-batches: a detached scalar on the device, not synchronised.
         """
         batches = iter(micro_batches)
-        state = self.state or CallbackState(self.model, self.optimizer)
-        call_back(self.callbacks, "on_step_start", state)
-        total = torch.zeros((), device=self.precision.device)
+        self._call_back("on_step_start")
+        total: Tensor | None = None
         for number in range(1, num_micro_batches + 1):
             is_last = number == num_micro_batches
             with nullcontext() if is_last and self.averages_gradients else self._no_sync():
@@ -89,17 +88,20 @@ class TrainStep:
                 if divisor != 1:
                     loss = loss / divisor
                 self.scaler.scale(loss).backward()
-                if self.callbacks:
-                    micro_batch = MicroBatch(number, num_micro_batches, size, divisor)
-                    call_back(
-                        self.callbacks, "on_backward", replace(state, micro_batch=micro_batch)
-                    )
-                total += loss.detach()
+                self._call_back("on_backward", MicroBatch(number, num_micro_batches, size, divisor))
+                part = loss.detach().float()
+                total = part if total is None else total + part
                 del batch, inputs, targets, loss  # freed before the next batch is made
-        self._update(state)
+        self._update()
+        assert total is not None
         return total
 
-    def _update(self, state: CallbackState) -> None:
+    def _call_back(self, moment: str, micro_batch: MicroBatch | None = None) -> None:
+        if self.callbacks:
+            state = self.state or CallbackState(self.model, self.optimizer)
+            call_back(self.callbacks, moment, replace(state, micro_batch=micro_batch))
+
+    def _update(self) -> None:
         of_loss = trainable_parameters(self.criterion)
         if isinstance(self.model, DistributedDataParallel):
             _average_gradients(of_loss, self.model.process_group)
@@ -112,7 +114,7 @@ class TrainStep:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self._scale() >= scale:
-            call_back(self.callbacks, "on_update", state)
+            self._call_back("on_update")
         self.is_updating = False
 
     def _scale(self) -> float:
