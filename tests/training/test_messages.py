@@ -162,9 +162,7 @@ WEIGHTS = {
     "no levels": ("w.yaml", "family: 3\n"),
     "YAML": ("w.yaml", "family: [\n"),
     "JSON": ("w.json", '{"family": 1,}'),
-    "columns": ("w.csv", "class,weight\n"),
-    "cells": ("w.csv", "level,class,weight\nfamily,dogs\n"),
-    "no file": ("absent.csv", ""),
+    "no file": ("absent.yaml", ""),
 }
 LOSSES: dict[str, tuple[Any, Taxonomy | None]] = {
     "weights of levels": (LossConfig(LEVEL_WEIGHTS=[1.0]), TWO_LEVELS),
@@ -175,6 +173,8 @@ LOSSES: dict[str, tuple[Any, Taxonomy | None]] = {
     "two levels": ({"_target_": "torch.nn.CrossEntropyLoss"}, TWO_LEVELS),
     "weights as text": ({"_target_": "torch.nn.CrossEntropyLoss", "weight": ["a"]}, ONE_LEVEL),
     "argument": ({"_target_": "torch.nn.CrossEntropyLoss", "WEIGHT": [1.0]}, ONE_LEVEL),
+    "adjustment": (LossConfig(NAME="bce", LOGIT_ADJUSTMENT=1.0), ONE_LEVEL),
+    "presence": (LossConfig(POS_WEIGHT="balanced"), ONE_LEVEL),
 }
 OPTIMIZERS: dict[str, Any] = {
     "name": OptimizerConfig(NAME="adamww"),

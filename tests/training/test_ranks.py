@@ -95,9 +95,9 @@ LOSSES = {"plain": ((1.0, 1.0), 0.0), "weighted and smoothed": ((1.0, 3.0), 0.1)
 class MeanOverKnownLabels(TaxonomicCrossEntropy):
     """The loss that depends on how a batch is split."""
 
-    def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
+    def _sum(self, logits: Tensor, target: Tensor, level: int) -> Tensor:
         known = (target != -1).sum().clamp(min=1)
-        return super()._sum(logits, target, class_weights) * len(target) / known
+        return super()._sum(logits, target, level) * len(target) / known
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -58,6 +58,12 @@ IN_FORCE: dict[str, tuple[tuple[str, ...], str]] = {
     "LOSS.CLASS_WEIGHTS": ((), "balanced"),
     "LOSS.CLASS_WEIGHTS to a file": (("LOSS.CLASS_WEIGHTS=balanced",), "weights.yaml"),
     "LOSS.CLASS_WEIGHTS to none": (("LOSS.CLASS_WEIGHTS=balanced",), "null"),
+    "LOSS.EFFECTIVE_BETA": (
+        ("LOSS.CLASS_WEIGHTS=effective", "DATA.DATASET.UNKNOWN_FRACTION=0.6"),
+        "0.5",
+    ),
+    "LOSS.LOGIT_ADJUSTMENT": ((), "1"),
+    "LOSS.POS_WEIGHT": (("LOSS.NAME=bce",), "balanced"),
     "LOSS.LEVEL_WEIGHTS": ((), "[1,0]"),
     "LOSS.weight": ((*TORCHS, "LOSS.weight=[1,1,1]"), "[1,2,3]"),
     "OPTIMIZER.LR": (("TRAIN.RESUME_WITH=lr",), "0.5"),
