@@ -160,8 +160,12 @@ def assert_same(one, other):
     assert all(map(torch.equal, one, other))
 
 
-def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_is_resumed():
-    with loaders() as made, loaders(workers=2) as parallel:
+OWN = [{"_target_": "tests.data.test_transforms.Albumentation"}]
+
+
+@pytest.mark.parametrize("augment", [{}, {"REPEATS": 3, "TRAIN": OWN}])
+def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_is_resumed(augment):
+    with loaders(**augment) as made, loaders(workers=2, **augment) as parallel:
         whole = batches(made)
         for one, other in zip(whole, batches(parallel), strict=True):
             assert_same(one, other)
