@@ -173,7 +173,7 @@ def test_own_transforms_get_pixels_in_the_order_of_albumentations():
         {"_target_": f"{__name__}.Albumentation", "size": 8},  # another shape
         {"_target_": "hydra.utils.get_method", "path": f"{__name__}.half"},  # another type
         {"_target_": f"{V2}.Normalize", "mean": [0.5], "std": [0.5]},  # its own error
-        {"_target_": f"{V2}.Resize", "sise": 4},
+        {"_target_": f"{V2}.Resize", "edge": 4},
         {"_target_": f"{V2}.Reseize", "size": 4},
         {"_target_": "builtins.dict"},  # not callable
     ],
