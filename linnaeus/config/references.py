@@ -18,6 +18,7 @@ from typing import Any
 from linnaeus.config.check import Checked
 from linnaeus.config.instantiate import targets
 from linnaeus.config.keys import Path, suggest
+from linnaeus.config.schema import WEIGHTINGS
 from linnaeus.config.values import IMAGE_FILES
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import suggest_path
@@ -73,7 +74,7 @@ def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
     if not checked.values.get(("TRAIN", "AUTO_RESUME")):  # a resumed run does not read them
         files.append(("MODEL", "WEIGHTS"))
     for key in files:
-        if (file := checked.values.get(key)) and file != "balanced":
+        if (file := checked.values.get(key)) and file not in WEIGHTINGS:
             yield key, FilePath(file)
 
 

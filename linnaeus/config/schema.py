@@ -21,8 +21,11 @@ from linnaeus.autobatch.settings import SearchSettings
 PLUGGABLE = ("MODEL", "DATA.DATASET", "LOSS", "OPTIMIZER")
 """The nodes that a `_target_` may replace."""
 
-WEIGHT_FILES = (".csv", ".json", ".yaml", ".yml")
+WEIGHT_FILES = (".json", ".yaml", ".yml")
 """Endings of the files that LOSS.CLASS_WEIGHTS takes."""
+
+WEIGHTINGS = ("balanced", "effective")
+"""Values of LOSS.CLASS_WEIGHTS that count the training samples of each class."""
 
 MAX_PIXELS = 178_956_970
 """Pixels above which Pillow takes an image for a decompression bomb."""
@@ -127,15 +130,28 @@ def _crop_scale(value: list[float] | None) -> str | None:
 
 def _policy(value: str) -> str | None:
     own = ("none", "randaugment", "trivialaugment")
-    if value in own or re.fullmatch(r"(rand|augmix)(-[a-z]+[\d.]+)*|originalr?|3a", value):
+    if value in own or re.fullmatch(r"(rand|augmix|(original|v0)r?)(-[a-z]+[\d.]+)*|3a", value):
         return None
     return f"must be {', '.join(own)} or a policy of timm, such as rand-m9-mstd0.5-inc1 or 3a"
 
 
-def _weights_source(value: str | None) -> str | None:
-    if value is None or value == "balanced" or PurePath(value).suffix.lower() in WEIGHT_FILES:
+def _transforms(value: list[Any]) -> str | None:
+    names = [node.get("_target_") if isinstance(node, dict) else None for node in value]
+    if all(isinstance(name, str) and all(map(str.isidentifier, name.split("."))) for name in names):
         return None
-    return f"must be `balanced` or a file with the ending {', '.join(WEIGHT_FILES)}"
+    return "each must be a mapping {_target_: dotted path of a transform, argument: value, ...}"
+
+
+def _weights_source(value: str | None) -> str | None:
+    if value in (None, *WEIGHTINGS) or PurePath(str(value)).suffix.lower() in WEIGHT_FILES:
+        return None
+    return f"must be {', '.join(WEIGHTINGS)} or a file with the ending {', '.join(WEIGHT_FILES)}"
+
+
+def _pos_weight(value: Any) -> str | None:
+    if value in (None, "balanced") or (type(value) in (int, float) and 0 < value < math.inf):
+        return None
+    return "must be `balanced` or a number above 0"
 
 
 def _milestones(value: list[list[int]]) -> str | None:
@@ -312,17 +328,29 @@ class AugmentConfig:
         le=1,
         check=_crop_scale,
     )
+    CROP_RATIO: list[float] = key(
+        lambda: [0.75, 4 / 3],
+        "width over height of a random crop, [low, high]",
+        gt=0,
+        check=_crop_scale,
+    )
     HFLIP: float | None = key(
         None,
         "probability of a horizontal flip; null is 0.5 for `imagefolder` and `manifest`, else 0",
         ge=0,
         le=1,
     )
+    VFLIP: float = key(0.0, "probability of a vertical flip", ge=0, le=1)
     ROTATION: float = key(
         0.0, "largest random rotation to either side", unit="degrees", ge=0, le=180
     )
     COLOR_JITTER: float = key(
         0.0, "strength of random changes of brightness, contrast and saturation", ge=0
+    )
+    HUE: float = key(0.0, "strength of random changes of hue, in turns", ge=0, le=0.5)
+    GRAYSCALE: float = key(0.0, "probability that the colors become gray", ge=0, le=1)
+    BLUR: float = key(
+        0.0, "probability of a Gaussian blur, with a deviation of 0.1 to 2 pixels", ge=0, le=1
     )
     POLICY: str = key(
         "none",
@@ -335,6 +363,19 @@ class AugmentConfig:
         "const",
         "what an erased rectangle shows: MEAN (`const`), one random color (`rand`) or noise (`pixel`)",
         choices=("const", "rand", "pixel"),
+    )
+    ERASING_COUNT: int = key(1, "largest number of erased rectangles in an image", ge=1)
+    TRAIN: list[Any] = key(
+        list,
+        "your own transforms, after the others, on uint8 [channels, height, width]: `_target_` nodes of "
+        "torchvision v2, of albumentations, or of a callable from a tensor to a tensor",
+        check=_transforms,
+    )
+    REPEATS: int = key(
+        1,
+        "times that a sample comes in an epoch, each time augmented anew; the epoch keeps its length and "
+        "has that part of the samples",
+        ge=1,
     )
     MIXUP: float = key(
         0.0,
@@ -523,8 +564,9 @@ class DataConfig:
     SAMPLER: str = key(
         "shuffle",
         "training samples of an epoch: `shuffle` takes each once; `balanced` draws as many, with "
-        "replacement, each class of the finest level equally often",
-        choices=("shuffle", "balanced"),
+        "replacement, each class of the finest level equally often; `sqrt` draws it in proportion to the "
+        "square root of its samples",
+        choices=("shuffle", "balanced", "sqrt"),
     )
     AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and preprocessing")
     AUTOBATCH: AutoBatchConfig = key(AutoBatchConfig, "the batch-size search")
@@ -594,9 +636,24 @@ class LossConfig:
     FOCAL_GAMMA: float = key(2.0, "exponent of `focal`; 0 is cross-entropy", ge=0)
     CLASS_WEIGHTS: str | None = key(
         None,
-        "`balanced` weights each class by the inverse of its training samples; a file (.csv, .json, "
-        ".yaml) gives weights by class name; null is 1 each",
+        "`balanced` weights each class by the inverse of its training samples, `effective` by that of their "
+        "effective number; a file (.json, .yaml) gives weights by class name; null is 1 each",
         check=_weights_source,
+    )
+    EFFECTIVE_BETA: float = key(
+        0.999, "beta of `effective`; 0 weights all alike, near 1 it is `balanced`", ge=0, lt=1
+    )
+    LOGIT_ADJUSTMENT: float = key(
+        0.0,
+        "multiple of the logarithm of a class's share of the training samples, which `cross_entropy` and "
+        "`focal` add to its logit; 1 is balanced softmax",
+        ge=0,
+    )
+    POS_WEIGHT: Any = key(
+        None,
+        "weight of the present class in `bce`: a number, or `balanced` for absent over present labels of "
+        "each class; null is 1",
+        check=_pos_weight,
     )
     LEVEL_WEIGHTS: list[float] | None = key(
         None, "weight of each level, coarse to fine; null is 1 each", ge=0

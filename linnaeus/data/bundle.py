@@ -86,13 +86,16 @@ def dataset_length(dataset: Dataset[Any]) -> int:
     return len(dataset)  # type: ignore[arg-type]
 
 
-def training_targets(data: DataBundle, key: str) -> Tensor:
+def training_targets(data: DataBundle, key: str, *, takes_several: bool = False) -> Tensor:
     """The labels [N, L] of all training samples, int64, -1 where unknown, without reading an image.
 
+    Several labels for a sample are [N, C]: 1, 0, or -1 where unknown.
+
     Raises:
-        ConfigError: the dataset has no classes, does not give the labels, or has several for a sample.
+        ConfigError: the dataset has no classes, does not give the labels, or has several for a sample and the
+            key does not take them.
     """
-    if data.taxonomy is not None and data.taxonomy.is_multilabel:
+    if data.taxonomy is not None and data.taxonomy.is_multilabel and not takes_several:
         raise ConfigError(
             f"{key}: needs one label for each sample, but samples have several; leave it out"
         )

@@ -61,6 +61,6 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     if data.on_device.mixing is not None and is_users:
         with preserved_generators():  # an error must show now, not in training
             data.on_device.check(data.collate([data.train[0]]))
-    if data_config.SAMPLER == "balanced":
-        training_targets(data, "DATA.SAMPLER balanced")
+    if data_config.SAMPLER != "shuffle":
+        training_targets(data, f"DATA.SAMPLER {data_config.SAMPLER}")
     return data

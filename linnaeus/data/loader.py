@@ -32,7 +32,7 @@ from linnaeus.data.bundle import (
 from linnaeus.data.image_files import ImageFiles
 from linnaeus.data.mixing import DeviceTransform
 from linnaeus.data.sampler import (
-    BalancedSampler,
+    ClassSampler,
     EpochSampler,
     PlannedBatches,
     SampleKey,
@@ -284,11 +284,12 @@ def build_loaders(
         ConfigError: DATA.SAMPLER needs labels that the dataset does not give.
     """
     order = {"seed": seed, "rank": world.rank, "world_size": world.world_size}
-    if config.SAMPLER == "balanced":
-        targets = training_targets(bundle, "DATA.SAMPLER balanced")
-        sampler: EpochSampler = BalancedSampler(targets, **order)
-    else:
+    order["repeats"] = config.AUGMENT.REPEATS
+    if config.SAMPLER == "shuffle":
         sampler = EpochSampler(dataset_length(bundle.train), **order)
+    else:
+        targets = training_targets(bundle, f"DATA.SAMPLER {config.SAMPLER}")
+        sampler = ClassSampler(targets, power=0.5 if config.SAMPLER == "sqrt" else 0.0, **order)
     dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.on_device, mixed_epochs)
     train = BatchLoader(dataset, PlannedBatches(sampler, sizes), config, world, seed)
     held_out = (

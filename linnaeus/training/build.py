@@ -19,7 +19,7 @@ from torch import nn
 from linnaeus.batch_plan.effective_batch import Facts, micro_batches_held
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import DistConfig, TrainConfig
-from linnaeus.data.bundle import DataBundle, dataset_length, training_targets
+from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
 from linnaeus.models.file_backed import FileBacked
@@ -30,7 +30,7 @@ from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.training.accuracy import ClassificationMetrics, headline
 from linnaeus.training.checkpoint import TrainingState
-from linnaeus.training.class_weights import class_weights
+from linnaeus.training.class_weights import class_statistics
 from linnaeus.training.ddp import BatchNormBroadcast
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import (
@@ -70,9 +70,16 @@ def check_before_data(
 
 
 def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
-    """Raise `ConfigError` for a loss with a sigmoid, on a model that gives log-probabilities."""
+    """Raise `ConfigError` for a loss that does not take the log-probabilities of a model."""
     sigmoids = ("bce", "asymmetric")
-    if not is_target(loss_node) and loss_node.NAME in sigmoids and gives_log_probabilities(model):
+    if is_target(loss_node) or not gives_log_probabilities(model):
+        return
+    if loss_node.LOGIT_ADJUSTMENT:
+        raise ConfigError(
+            f"LOSS.LOGIT_ADJUSTMENT: {loss_node.LOGIT_ADJUSTMENT:g} balances the classes of each level, but "
+            "with MODEL.HEAD 'marginal' a coarser level is the sum of the finest; set MODEL.HEAD independent"
+        )
+    if loss_node.NAME in sigmoids:
         raise ConfigError(
             f"LOSS.NAME: {loss_node.NAME!r} needs logits, but MODEL.HEAD 'marginal' gives log-probabilities; "
             "set MODEL.HEAD independent, or with one label in each level LOSS.NAME cross_entropy or focal"
@@ -204,12 +211,10 @@ def assemble(
 
 
 def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Module:
-    """The loss, on its device, with weights of classes where `LOSS.CLASS_WEIGHTS` asks for them."""
-    weights, taxonomy = None, data.taxonomy
-    if not is_target(node) and node.CLASS_WEIGHTS is not None and taxonomy is not None:
-        targets = training_targets(data, f"LOSS.CLASS_WEIGHTS {node.CLASS_WEIGHTS}")
-        weights = class_weights(node.CLASS_WEIGHTS, taxonomy, targets)
-    criterion = build_loss(node, taxonomy, device, weights).to(device)
+    """The loss, on its device, with the values of classes that `LOSS` asks for."""
+    taxonomy = data.taxonomy
+    statistics = None if is_target(node) or taxonomy is None else class_statistics(node, data)
+    criterion = build_loss(node, taxonomy, device, statistics).to(device)
     if isinstance(criterion, SingleLevel) and taxonomy is not None and not taxonomy.is_multilabel:
         num_classes = len(taxonomy.levels[0].classes)
         criterion.check_takes_targets(num_classes, device, mixes=data.on_device.mixing is not None)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as functional
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import profile
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.functional.classification import multilabel_average_precision, multilabel_f1_score
@@ -29,7 +27,7 @@ from linnaeus.training.noise_scale import GradientProbe, NoiseScale
 from linnaeus.training.precision import Precision
 from linnaeus.training.step import TrainStep, ValidationStep
 from tests.helpers.bits import bits
-from tests.helpers.processes import Results, compute, group_of
+from tests.helpers.processes import compute, group_of
 from tests.helpers.small_models import Point, half_square
 
 pytestmark = pytest.mark.distributed
@@ -41,9 +39,9 @@ WORLD_SIZES = (3, 2, 1)
 # --- what the processes do: three are started once, and form groups of three, two and one ---
 
 
-def work(rank: int, folder: str) -> Results:
+def work(rank, folder):
     """All that one process computes."""
-    results: Results = {}
+    results = {}
     for world_size in WORLD_SIZES:
         if rank < world_size:
             with group_of(world_size, rank, folder) as world:
@@ -64,7 +62,7 @@ def work(rank: int, folder: str) -> Results:
     return results
 
 
-def num_collectives(function: Callable[[], Any]) -> int:
+def num_collectives(function):
     """How many collectives of the process group a call runs."""
     with profile() as profiler:
         function()
@@ -72,14 +70,12 @@ def num_collectives(function: Callable[[], Any]) -> int:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+def ranks(tmp_path_factory):
     """What each process has computed, by rank."""
     return compute(__name__, max(WORLD_SIZES), tmp_path_factory.mktemp("ranks"))
 
 
-def plain_step(
-    model: nn.Module, criterion: Any, optimizer: torch.optim.Optimizer, **options: Any
-) -> TrainStep:
+def plain_step(model, criterion, optimizer, **options):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     return TrainStep(model, criterion, optimizer, scaler, Precision(CPU), **options)
 
@@ -95,18 +91,18 @@ LOSSES = {"plain": ((1.0, 1.0), 0.0), "weighted and smoothed": ((1.0, 3.0), 0.1)
 class MeanOverKnownLabels(TaxonomicCrossEntropy):
     """The loss that depends on how a batch is split."""
 
-    def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
+    def _sum(self, logits, target, level):
         known = (target != -1).sum().clamp(min=1)
-        return super()._sum(logits, target, class_weights) * len(target) / known
+        return super()._sum(logits, target, level) * len(target) / known
 
 
-def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(dtype=torch.float32):
     torch.manual_seed(0)
     backbone = nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.LayerNorm(16), nn.Tanh())
     return HierarchicalClassifier(backbone, 16, NUM_CLASSES).to(dtype)
 
 
-def effective_batch(dtype: torch.dtype = torch.float32) -> Batch:
+def effective_batch(dtype=torch.float32):
     """Most of the first samples' labels are unknown; one whole micro-batch has none at the finer level."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(EFFECTIVE_BATCH, NUM_FEATURES, generator=generator).to(dtype)
@@ -118,15 +114,15 @@ def effective_batch(dtype: torch.dtype = torch.float32) -> Batch:
     return Batch(inputs, targets)
 
 
-def gradients(world: World) -> Results:
+def gradients(world):
     """The gradient of one optimizer step and its loss, for each split and each loss."""
-    results: Results = {}
+    results = {}
     for kind, (name, (weights, smoothing)), steps in product(
         (TaxonomicCrossEntropy, MeanOverKnownLabels), LOSSES.items(), ACCUMULATION_STEPS
     ):
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        found: list[Tensor] = []
+        found = []
         optimizer.register_step_pre_hook(
             lambda *_, model=model, found=found: found.extend(
                 p.grad.clone() for p in model.parameters()
@@ -139,7 +135,7 @@ def gradients(world: World) -> Results:
     return results
 
 
-def by_hand(name: str) -> tuple[list[Tensor], float]:
+def by_hand(name):
     """The gradient and the loss of the whole effective batch, in double precision."""
     (inputs, targets, _), (weights, smoothing) = effective_batch(torch.float64), LOSSES[name]
     model = make_model(torch.float64)
@@ -152,16 +148,14 @@ def by_hand(name: str) -> tuple[list[Tensor], float]:
     return list(torch.autograd.grad(loss, list(model.parameters()))), float(loss.detach())
 
 
-def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+def largest_error(found, expected):
     """The largest relative error of a parameter's gradient, by norms."""
     pairs = zip(found, expected, strict=True)
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_split_of_an_effective_batch_changes_its_gradient_or_its_loss(
-    ranks: list[Results], name: str
-) -> None:
+def test_no_split_of_an_effective_batch_changes_its_gradient_or_its_loss(ranks, name):
     gradient, loss = by_hand(name)
     for world_size, steps in SPLITS:
         for rank in range(world_size):
@@ -171,9 +165,7 @@ def test_no_split_of_an_effective_batch_changes_its_gradient_or_its_loss(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_mean_over_the_known_labels_has_another_gradient_for_each_split(
-    ranks: list[Results], name: str
-) -> None:
+def test_a_mean_over_the_known_labels_has_another_gradient_for_each_split(ranks, name):
     """Else the test above could not tell."""
     whole, _ = ranks[0]["MeanOverKnownLabels", name, 1, 1]
     for split in SPLITS[:-2]:
@@ -190,9 +182,9 @@ SEVEN = Taxonomy(
 )
 
 
-def validations(world: World) -> Results:
+def validations(world):
     """The loss of a validation pass, for each batch size and each loss."""
-    results: Results = {}
+    results = {}
     for kind, (name, (weights, smoothing)), size in product(
         (TaxonomicCrossEntropy, MeanOverKnownLabels), LOSSES.items(), VAL_BATCH_SIZES
     ):
@@ -209,7 +201,7 @@ def validations(world: World) -> Results:
     return results
 
 
-def fill(metrics: ClassificationMetrics, rank: int, world_size: int) -> None:
+def fill(metrics, rank, world_size):
     """One process's share of 13 samples with labels in seven levels."""
     generator = torch.Generator().manual_seed(2)
     counts = SEVEN.num_classes.values()
@@ -222,7 +214,7 @@ def fill(metrics: ClassificationMetrics, rank: int, world_size: int) -> None:
     metrics.update([level[rows] for level in logits], targets[rows], torch.tensor((1 + rank) / 8))
 
 
-def metrics_of_seven_levels(world: World) -> Results:
+def metrics_of_seven_levels(world):
     """The values and the number of collectives; a validation that one process broke off; exact sums."""
     metrics = ClassificationMetrics(SEVEN)
     fill(metrics, world.rank, world.world_size)
@@ -240,7 +232,7 @@ def metrics_of_seven_levels(world: World) -> Results:
     }
 
 
-def fill_sets(metrics: ClassificationMetrics, rank: int, world_size: int) -> ClassificationMetrics:
+def fill_sets(metrics, rank, world_size):
     """One process's share of 13 samples with several labels, some unknown; probabilities are often equal."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(13, 4, generator=generator).round(decimals=1)
@@ -256,9 +248,7 @@ def fill_sets(metrics: ClassificationMetrics, rank: int, world_size: int) -> Cla
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(
-    ranks: list[Results], name: str
-) -> None:
+def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(ranks, name):
     _, loss = by_hand(name)
     for world_size, size in product(WORLD_SIZES, VAL_BATCH_SIZES):
         for rank in range(world_size):
@@ -272,7 +262,7 @@ def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(
     )
 
 
-def test_seven_levels_cost_at_most_two_collectives(ranks: list[Results]) -> None:
+def test_seven_levels_cost_at_most_two_collectives(ranks):
     for rank in (0, 1):
         assert 1 <= ranks[rank]["collectives"] <= 2
         assert ranks[rank]["collectives of torchmetrics"] > 2, (
@@ -280,7 +270,7 @@ def test_seven_levels_cost_at_most_two_collectives(ranks: list[Results]) -> None
         )
 
 
-def test_two_processes_compute_the_metrics_of_one(ranks: list[Results]) -> None:
+def test_two_processes_compute_the_metrics_of_one(ranks):
     alone = ClassificationMetrics(SEVEN)
     for rank in (0, 1):
         fill(alone, rank, 2)
@@ -293,8 +283,8 @@ def test_two_processes_compute_the_metrics_of_one(ranks: list[Results]) -> None:
 
 
 def test_several_labels_on_two_processes_have_the_figures_of_torchmetrics(
-    ranks: list[Results],
-) -> None:
+    ranks,
+):
     metrics = fill_sets(ClassificationMetrics(SETS), 0, 1)
     scores, targets = (each[:, :3] for each in metrics.seen)  # the fourth class has no sample
     assert metrics.compute(World(CPU)) is not None
@@ -310,18 +300,18 @@ def test_several_labels_on_two_processes_have_the_figures_of_torchmetrics(
     assert {**alone, "loss": 0} == {**ranks[0]["sets"], "loss": 0}
 
 
-def test_one_process_that_breaks_off_leaves_no_process_a_result(ranks: list[Results]) -> None:
+def test_one_process_that_breaks_off_leaves_no_process_a_result(ranks):
     assert [ranks[rank]["aborted"] for rank in (0, 1)] == [[None, None]] * 2
 
 
-def test_sums_over_the_processes_are_exact(ranks: list[Results]) -> None:
+def test_sums_over_the_processes_are_exact(ranks):
     assert [ranks[rank]["sum"] for rank in (0, 1)] == [[2**53 - 2, 1]] * 2
 
 
 # --- state that only rank 0 has ---
 
 
-def make_state() -> dict[str, Any]:
+def make_state():
     """Tensors of several types, shapes and layouts, among plain values."""
     generator = torch.Generator().manual_seed(7)
     noise = torch.randn(1500, generator=generator)
@@ -346,11 +336,11 @@ def make_state() -> dict[str, Any]:
     }
 
 
-def transferred(world: World) -> Any:
+def transferred(world):
     return broadcast_state(make_state() if world.is_main else None, world)
 
 
-def test_every_rank_gets_every_bit_and_the_layout(ranks: list[Results]) -> None:
+def test_every_rank_gets_every_bit_and_the_layout(ranks):
     state = make_state()
     for rank in range(3):
         received = ranks[rank]["state"]
@@ -363,7 +353,7 @@ def test_every_rank_gets_every_bit_and_the_layout(ranks: list[Results]) -> None:
 
 # --- the first step of a process ---
 
-WRAPPERS: dict[str, Callable[..., nn.Module]] = {
+WRAPPERS = {
     "ours": wrap,
     "torch's": lambda model, world: nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True
@@ -371,7 +361,7 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def two_passes(world: World, how: str) -> list[Tensor]:
+def two_passes(world, how):
     """All gradients of the same batch, in the first and the second backward pass of a wrapper."""
     torch.manual_seed(world.rank)
     model = timm.create_model("test_resnet", num_classes=5)
@@ -386,7 +376,7 @@ def two_passes(world: World, how: str) -> list[Tensor]:
     return found
 
 
-def test_the_first_step_of_a_process_rounds_as_the_later_ones(ranks: list[Results]) -> None:
+def test_the_first_step_of_a_process_rounds_as_the_later_ones(ranks):
     for results in ranks:
         first, second = results["passes", "ours"]
         assert torch.equal(first, second)
@@ -396,14 +386,14 @@ def test_the_first_step_of_a_process_rounds_as_the_later_ones(ranks: list[Result
 # --- the gradient noise scale ---
 
 
-def points(rank: int) -> Iterator[Batch]:
+def points(rank):
     generator = torch.Generator().manual_seed(rank)
     while True:
         x = torch.tensor([0.6, -0.8, 0.0, 1.0]) + torch.randn(4, 4, generator=generator)
         yield Batch(x, torch.zeros(4, dtype=torch.long))
 
 
-def measured(world: World, is_on: bool) -> tuple[Any, Tensor]:
+def measured(world, is_on):
     """The noise scale of the first of four steps, if it is measured, and the parameter after all of them."""
     module = Point()
     model = wrap(module, world)
@@ -420,8 +410,8 @@ def measured(world: World, is_on: bool) -> tuple[Any, Tensor]:
 
 
 def test_ranks_measure_the_norms_of_their_own_gradients_and_of_the_mean(
-    ranks: list[Results],
-) -> None:
+    ranks,
+):
     sources = [points(rank) for rank in range(2)]
     means = [torch.cat([next(source).inputs for _ in range(3)]).mean(dim=0) for source in sources]
     small = sum(float(mean.square().sum()) for mean in means) / 2
@@ -438,26 +428,26 @@ def test_ranks_measure_the_norms_of_their_own_gradients_and_of_the_mean(
 WAYS = ("reduce", "broadcast", "none")
 
 
-def normalised() -> nn.Sequential:
+def normalised():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4), nn.BatchNorm1d(4)
     )
 
 
-def make_batch(rank: int, number: int) -> Batch:
+def make_batch(rank, number):
     generator = torch.Generator().manual_seed(10 * number + rank)
     targets = torch.randint(0, 4, (8,), generator=generator)
     return Batch(torch.randn(8, 3, generator=generator) + rank, targets)
 
 
-def statistics(module: nn.Module) -> Tensor:
+def statistics(module):
     """All running statistics, in one vector."""
     found = [buffer for name, buffer in module.named_buffers() if "running" in name]
     return torch.cat([buffer.flatten() for buffer in found]).clone()
 
 
-def distributed(world: World, how: str) -> Results:
+def distributed(world, how):
     """The statistics of a model and of another in the place of its average: before, after, after it again."""
     model, average = normalised(), normalised()
     for module, number in ((model, 0), (average, 1)):
@@ -470,7 +460,7 @@ def distributed(world: World, how: str) -> Results:
     return {"before": before, "after": after, "again": again, "count": collectives}
 
 
-def trained(world: World, *, stops: bool) -> dict[str, Tensor]:
+def trained(world, *, stops):
     """The state after four steps and a validation; if it stops, rank 0's is loaded in the middle."""
     model = normalised()
     ema = Ema(model, 0.9)
@@ -491,9 +481,7 @@ def trained(world: World, *, stops: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_the_statistics_of_all_ranks_and_those_of_rank_0_for_the_average(
-    ranks: list[Results], how: str
-) -> None:
+def test_the_statistics_of_all_ranks_and_those_of_rank_0_for_the_average(ranks, how):
     zero, one = (results[how] for results in ranks[:2])
     before = torch.stack([zero["before"][0], one["before"][0]])
     assert (before[0] - before[1]).abs().max() > 0.01
@@ -512,7 +500,7 @@ def test_the_statistics_of_all_ranks_and_those_of_rank_0_for_the_average(
     )  # one collective for each model
 
 
-def test_distributing_again_changes_no_bit(ranks: list[Results]) -> None:
+def test_distributing_again_changes_no_bit(ranks):
     """In float32, a third of a + a + a is not always a."""
     for results in ranks[:3]:
         for after, again in zip(results["three"]["after"], results["three"]["again"], strict=True):
@@ -521,7 +509,7 @@ def test_distributing_again_changes_no_bit(ranks: list[Results]) -> None:
     assert not torch.equal((after + after + after) / 3, after), "these statistics would not tell"
 
 
-def test_a_stop_within_an_epoch_changes_no_bit(ranks: list[Results]) -> None:
+def test_a_stop_within_an_epoch_changes_no_bit(ranks):
     for results in ranks[:2]:
         on, stopped = results["stops", False], results["stops", True]
         assert all(torch.equal(tensor, stopped[name]) for name, tensor in on.items())
