@@ -105,10 +105,11 @@ class Row:
 
     @property
     def headline(self) -> str | None:
-        """The metric that decides which checkpoint is best: top-1 of the finest level, or the loss."""
+        """The metric that decides which checkpoint is best: by default top-1 of the finest level."""
         levels = [name for name in self.metrics if name.startswith(("top1/", "map/"))]
         names = levels or self.metrics[:1]
-        headline: str | None = self.planned.get("headline", names[-1] if names else None)
+        own = (self.config or {}).get("TRAIN.BEST_METRIC") or (names[-1] if names else None)
+        headline: str | None = self.planned.get("headline", own)
         return headline
 
     def curve(self, metric: str) -> dict[int, float | None]:

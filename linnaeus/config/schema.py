@@ -776,7 +776,7 @@ class EarlyStoppingConfig:
     METRIC: str | None = key(
         None,
         "metric of the validation that has to improve, such as `loss`; `plateau` watches it too; null "
-        "is the one that decides which checkpoint is best",
+        "is BEST_METRIC",
     )
     MIN_DELTA: float = key(0.0, "an improvement is larger than this", ge=0)
 
@@ -847,6 +847,11 @@ class TrainConfig:
     VALIDATE_EVERY: int = key(
         1, "epochs between two validations; the last epoch is always validated", ge=1
     )
+    BEST_METRIC: str | None = key(
+        None,
+        "metric of the validation that decides which checkpoint is best, such as `macro/LEVEL` or `loss`; "
+        "early stopping and `plateau` watch it too; null is top-1 of the finest level, or the loss",
+    )
     CHECKPOINT_EVERY: int = key(
         1, "epochs between two checkpoints; the last epoch always has one", ge=1
     )
@@ -861,6 +866,9 @@ class TrainConfig:
     )
     KEEP_CHECKPOINTS: int = key(
         0, "checkpoints kept beside `last.pt`, `previous.pt` and `best.pt`", ge=0
+    )
+    KEEP_BEST: int = key(
+        0, "checkpoints of the best validations, kept as `best_STEP.pt` beside `best.pt`", ge=0
     )
     AUTO_RESUME: bool = key(False, "continue from the run's last checkpoint, if there is one")
     CALLBACKS: list[Any] = key(

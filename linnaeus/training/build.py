@@ -86,6 +86,7 @@ class Assembly(TrainingState):
     Attributes:
         freezing: what does not train, or not yet.
         weights: one line that says which weights the model started with.
+        best_metric: TRAIN.BEST_METRIC.
     """
 
     metrics: ClassificationMetrics
@@ -93,11 +94,12 @@ class Assembly(TrainingState):
     validation_step: ValidationStep
     freezing: Freezing
     weights: str
+    best_metric: str | None = None
 
     @property
     def headline(self) -> str:
         """The metric that decides which checkpoint is best."""
-        return headline(self.metrics.names, self.criterion)
+        return self.best_metric or headline(self.metrics.names, self.criterion)
 
 
 def assemble(
@@ -169,11 +171,16 @@ def assemble(
     if ema is not None:
         callbacks["EMA"] = ema
     metrics = ClassificationMetrics(taxonomy).to(device)
-    if (wanted := config.EARLY_STOPPING.METRIC) not in (None, *metrics.names):
-        raise ConfigError(
-            f"TRAIN.EARLY_STOPPING.METRIC: the validation of this run has no {wanted!r}; it has "
-            f"{', '.join(metrics.names)}"
-        )
+    watched = {
+        "TRAIN.BEST_METRIC": config.BEST_METRIC,
+        "TRAIN.EARLY_STOPPING.METRIC": config.EARLY_STOPPING.METRIC,
+    }
+    if problems := [
+        f"{key}: the validation of this run has no {wanted!r}; it has {', '.join(metrics.names)}"
+        for key, wanted in watched.items()
+        if wanted not in (None, *metrics.names)
+    ]:
+        raise ConfigError(problems)
     scaler = torch.amp.GradScaler(device.type, enabled=config.AMP == "fp16")
     precision = build_precision(config, device, data.on_device)
     return Assembly(
@@ -200,6 +207,7 @@ def assemble(
         ),
         freezing=freezing,
         weights=weights,
+        best_metric=config.BEST_METRIC,
     )
 
 

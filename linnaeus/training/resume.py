@@ -236,7 +236,7 @@ def resumed_progress(
     """
     progress = TrainingProgress(**content["progress"])
     if content["headline"] != headline:
-        progress.best, progress.best_epoch = None, None
+        progress.best, progress.best_epoch = [], None
     if early_stopping_metric(content) != (config.METRIC or headline):
         progress.watched_best, progress.num_stale = -math.inf, 0
     return progress

@@ -34,7 +34,7 @@ from linnaeus.training.ddp import wrap
 from linnaeus.training.optim import scale_values
 from linnaeus.training.out_of_memory import SizeOrigin
 from linnaeus.training.recording import RunRecording
-from linnaeus.training.report import report_start
+from linnaeus.training.report import report_start, uneven_classes
 from linnaeus.training.resume import (
     check_classes,
     find_checkpoint,
@@ -73,6 +73,7 @@ def checkpoints_of(config: Config, folder: RunFolder, world: World) -> Checkpoin
     return CheckpointFolder(
         folder.path / CHECKPOINTS,
         keep=config.TRAIN.KEEP_CHECKPOINTS,
+        keep_best=config.TRAIN.KEEP_BEST > 0,
         check=folder.check,
         is_sharded=shards_model(config.DIST, world),
         # On the CPU the copy would take memory that AutoBatch counts.
@@ -154,7 +155,8 @@ def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> 
     if world.is_main:
         preprocessing = None if data.preprocessing is None else note
         sharding = sharding_sentence(assembly.model, config.DIST, world)
-        sentences = (weights, preprocessing, assembly.freezing.sentence, sharding)
+        uneven = uneven_classes(data, assembly.headline) if train.BEST_METRIC is None else None
+        sentences = (weights, preprocessing, assembly.freezing.sentence, sharding, uneven)
         report_start(config, (*data.report, *sentences))
     loading = with_num_workers(config.DATA, data, world)
     return Setup(config, data, assembly, progress, loading)

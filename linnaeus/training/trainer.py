@@ -227,8 +227,10 @@ class Trainer:
                 lacks_validation = not self.progress.metrics or self.progress.samples > 0
                 if self.stop.stop_signal:
                     self._save()
-                elif lacks_validation and self._validate():
-                    self._save(is_best=True)  # resumed with fewer epochs, before a validation
+                elif lacks_validation:
+                    self._validate()
+                    if self._is_ranked:
+                        self._save()  # resumed with fewer epochs, before a validation
             self.checkpoints.wait()
             test = None if self.stop.stop_signal else self._test()
         return FitResult(
@@ -548,7 +550,8 @@ class Trainer:
         self._set_lr()
         epoch, is_complete = self.progress.epoch, False
         try:
-            is_best = self._validates_after(epoch) and self._validate()
+            if self._validates_after(epoch):
+                self._validate()
             if not self.stop.stop_signal:
                 call_back(self.callbacks, "on_epoch_end", self._callback_state(epoch))
                 is_complete = True
@@ -556,14 +559,20 @@ class Trainer:
             if not is_complete:
                 self.progress = before
                 self.schedule.load_state_dict(schedule)
-        if is_complete and (self._is_over or is_best or epoch % self.config.CHECKPOINT_EVERY == 0):
-            self._save(is_best=is_best)
+        is_due = epoch % self.config.CHECKPOINT_EVERY == 0
+        if is_complete and (self._is_over or self._is_ranked or is_due):
+            self._save()
 
     def _validates_after(self, epoch: int) -> bool:
         return epoch == self.plan.num_epochs or epoch % self.config.VALIDATE_EVERY == 0
 
-    def _validate(self) -> bool:
-        """Validate and log; return whether this is the best result so far.
+    @property
+    def _is_ranked(self) -> bool:
+        """Whether the last step's validation is among the best ones."""
+        return self.progress.step in self.progress.best_steps
+
+    def _validate(self) -> None:
+        """Validate and log.
 
         If any rank was asked to stop, all break the validation off, and `stop` says so.
         """
@@ -581,12 +590,13 @@ class Trainer:
         empty_cache(self.world.device)
         if values is None:
             self.stop.exchange()
-            return False
+            return
         seconds = time.perf_counter() - started
         self.progress.metrics = values
         self._write("val", self.progress.epoch, values)
-        is_best = self._update_best(values)
+        self._update_best(values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        is_best = self.progress.best_steps[:1] == [self.progress.step]
         epoch, note = self.progress.epoch, ", best so far" * is_best
         logger.info(
             "validation after epoch %d/%d:  %s  (%.1f s%s)",
@@ -597,14 +607,9 @@ class Trainer:
             note,
         )
         call_back(self.callbacks, "on_validation_end", self._callback_state(epoch))
-        return is_best
 
-    def _update_best(self, values: Mapping[str, float]) -> bool:
-        """Compare a validation with those before it, for checkpoint, early stopping and learning rate.
-
-        Returns:
-            Whether it is the best so far.
-        """
+    def _update_best(self, values: Mapping[str, float]) -> None:
+        """Compare a validation with earlier ones, for checkpoints, early stopping and learning rate."""
         progress, headline = self.progress, self.assembly.headline
         best, finite = progress.best_metrics, {k: v for k, v in values.items() if math.isfinite(v)}
         progress.best_metrics = best | {
@@ -615,11 +620,8 @@ class Trainer:
         progress.watch(score(metric, values[metric]), self.config.EARLY_STOPPING.MIN_DELTA)
         self.schedule.validated(values[metric])
         self._set_lr()
-        value = score(headline, values[headline])
-        if math.isnan(value) or (progress.best is not None and value <= progress.best):
-            return False
-        progress.best, progress.best_epoch = value, progress.epoch
-        return True
+        keep = max(self.config.KEEP_BEST, 1)
+        progress.rank(score(headline, values[headline]), values["loss"], keep)
 
     def _validation_metrics(
         self, batches: Collection[Batch] | BatchLoader
@@ -664,7 +666,7 @@ class Trainer:
         average = None if ema is None else ema.module
         distribute_batchnorm(self.assembly.model, average, self.world, self.config.DISTRIBUTE_BN)
 
-    def _save(self, *, is_best: bool = False) -> None:
+    def _save(self) -> None:
         """Write a checkpoint on rank 0; every rank must call this."""
         self.world.update("saving a checkpoint")
         samples = self.progress.samples
@@ -677,6 +679,7 @@ class Trainer:
             shards = self.checkpoints.save_shards(state, self.progress.step, self.world)
         states = self.world.gather_on_host(self._rank_state())
         if states is not None:
+            is_best = self.progress.best_steps[:1] == [self.progress.step]
             self.checkpoints.save(self._content(states) | shards, is_best=is_best)
         self._saved_at, self._saved_step = time.monotonic(), self.progress.step
 

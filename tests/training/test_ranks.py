@@ -286,7 +286,7 @@ def test_two_processes_compute_the_metrics_of_one(ranks: list[Results]) -> None:
         fill(alone, rank, 2)
     expected = alone.compute(World(CPU))
     assert expected is not None
-    assert len(expected) == 1 + 7 + 5
+    assert len(expected) == 1 + 3 * 7 + 5
     for rank in (0, 1):
         assert ranks[rank]["values"] == expected
         assert ranks[rank]["again"] == expected, "the metrics keep their own states"
