@@ -72,7 +72,7 @@ def run(config: Config, *, dry_run: bool = False) -> FitResult:
             sizes.report(config)
             if TRIAL in os.environ:
                 headline = setup.assembly.headline
-                callbacks[TRIAL] = Pruning(folder, context.stop, headline, train.EPOCHS)
+                callbacks[TRIAL] = Pruning(folder, context.stop, headline, sizes.plan.num_epochs)
         origins = sizes.origins(config.DATA)
         trainer = build_trainer(
             recording, context, checkpoints, checkpoint, size_origins=origins, callbacks=callbacks

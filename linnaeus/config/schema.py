@@ -527,6 +527,12 @@ class DataConfig:
         "replacement, each class of the finest level equally often",
         choices=("shuffle", "balanced"),
     )
+    LIMIT_TRAIN_SAMPLES: int | None = key(
+        None, "train on so many random samples, the same in every epoch; null takes all", ge=1
+    )
+    LIMIT_VAL_SAMPLES: int | None = key(
+        None, "validate on so many random samples, always the same; null takes all", ge=1
+    )
     AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and preprocessing")
     AUTOBATCH: AutoBatchConfig = key(AutoBatchConfig, "the batch-size search")
 
@@ -786,6 +792,17 @@ class TrainConfig:
     """The training loop and the training step."""
 
     EPOCHS: int = key(12, "passes over the training data", ge=1)
+    MAX_STEPS: int | None = key(
+        None,
+        "optimizer steps of the whole run, in place of EPOCHS; SCHEDULE ends with them; null trains EPOCHS",
+        ge=1,
+    )
+    OVERFIT_BATCHES: int | None = key(
+        None,
+        "train on so many effective batches, the same in every epoch, and validate on them without "
+        "augmentation; null takes all data",
+        ge=1,
+    )
     EARLY_STOPPING: EarlyStoppingConfig = key(EarlyStoppingConfig, "end before the last epoch")
     UNFREEZE_EPOCH: int | None = key(
         None,
@@ -847,6 +864,12 @@ class TrainConfig:
     VALIDATE_EVERY: int = key(
         1, "epochs between two validations; the last epoch is always validated", ge=1
     )
+    VALIDATE_EVERY_STEPS: int | None = key(
+        None,
+        "optimizer steps between two validations, in place of VALIDATE_EVERY; the last step is always "
+        "validated",
+        ge=1,
+    )
     BEST_METRIC: str | None = key(
         None,
         "metric of the validation that decides which checkpoint is best, such as `macro/LEVEL` or `loss`; "
@@ -880,6 +903,11 @@ class TrainConfig:
         "`lr` takes the learning rate, the weight decay, their scaling and SCHEDULE; null refuses a change",
         choices=("lr",),
     )
+
+    @property
+    def most_epochs(self) -> int:
+        """Bound on the epochs of the run: an epoch has a step."""
+        return self.EPOCHS if self.MAX_STEPS is None else self.MAX_STEPS
 
 
 @dataclass

@@ -66,6 +66,11 @@ def check_before_data(
         raise ConfigError(
             "TRAIN.SYNC_BATCHNORM: True, but SyncBatchNorm needs an accelerator; set it False on the CPU"
         )
+    if config.VALIDATE_EVERY_STEPS is not None and config.VALIDATE_EVERY != 1:
+        raise ConfigError(
+            f"TRAIN.VALIDATE_EVERY: {config.VALIDATE_EVERY} epochs and TRAIN.VALIDATE_EVERY_STEPS "
+            f"{config.VALIDATE_EVERY_STEPS}; set one of them"
+        )
     check_noise_scale(config.NOISE_SCALE, world.world_size * micro_batches_held(config))
 
 
@@ -250,7 +255,7 @@ def plan_facts(
         max_micro_batch_size, world_size, num_samples, min_steps_per_epoch: as in `Facts`.
     """
     learning_rate, weight_decay = peak_values(assembly.optimizer)
-    with assembly.freezing.unfrozen(only_if=assembly.freezing.ends_within(config.EPOCHS)):
+    with assembly.freezing.unfrozen(only_if=assembly.freezing.ends_within(config.most_epochs)):
         batchnorm = batchnorm_kind(assembly.model)
         is_kept = "backbone" in getattr(
             assembly.model, "always_eval", ()

@@ -91,6 +91,7 @@ class TrainingProgress:
         epoch: number of finished epochs.
         samples: samples of the current epoch that have been trained on, over all ranks.
         step: number of optimizer steps done.
+        validated: the optimizer step of the last validation.
         best: headline metric and negated loss, where larger is better, and optimizer step of the best
             validations so far, the best one first.
         metrics: metrics of the last validation.
@@ -111,6 +112,12 @@ class TrainingProgress:
     watched_best: float = -math.inf
     num_stale: int = 0
     best_metrics: dict[str, float] = field(default_factory=dict)
+    validated: int = 0
+
+    @property
+    def current_epoch(self) -> int:
+        """Number of the epoch of the last step, from 1."""
+        return self.epoch + (self.samples > 0)
 
     @property
     def best_steps(self) -> list[int]:
@@ -127,7 +134,7 @@ class TrainingProgress:
         entry = (value, -math.inf if math.isnan(loss) else -loss, self.step)
         self.best = sorted([*self.best, entry], reverse=True)[:keep]
         if self.best[0] is entry:
-            self.best_epoch = self.epoch
+            self.best_epoch = self.current_epoch
 
     def watch(self, value: float, min_delta: float) -> None:
         """Count a validation for early stopping: larger is better, by more than `min_delta`."""
@@ -137,11 +144,12 @@ class TrainingProgress:
 
     def early_stop_reason(self, node: EarlyStoppingConfig) -> str:
         """Why training ends before its last epoch, as a sentence; empty where it goes on."""
-        if node.PATIENCE is None or self.num_stale < node.PATIENCE or self.samples:
+        is_known = self.validated == self.step
+        if node.PATIENCE is None or self.num_stale < node.PATIENCE or not is_known:
             return ""
         metric = f" of {node.METRIC}" if node.METRIC else ""
         stale = counted(self.num_stale, "validation")
-        return f"stopped early after epoch {self.epoch}: no improvement{metric} for {stale}"
+        return f"stopped early after epoch {self.current_epoch}: no improvement{metric} for {stale}"
 
 
 @dataclass(frozen=True)

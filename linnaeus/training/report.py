@@ -60,7 +60,7 @@ def settings_without_effect(config: Config) -> Iterator[str]:
         yield f"{key} has no effect, since nothing is frozen (MODEL.FREEZE none)"
     elif epoch == 1:
         yield f"{key} unfreezes before the first epoch, so that MODEL.FREEZE has no effect"
-    elif epoch > num_epochs:
+    elif epoch > num_epochs and config.TRAIN.MAX_STEPS is None:
         yield f"{key} comes after the last epoch (TRAIN.EPOCHS {num_epochs}): nothing is unfrozen in this run"
 
 

@@ -100,6 +100,7 @@ def resumed_nodes(config: Config) -> dict[str, Any]:
             "DISTRIBUTE_BN",
             "UNFREEZE_EPOCH",
             "EARLY_STOPPING",
+            "OVERFIT_BATCHES",
         ),
         "DATA": (
             "DATASET",
@@ -109,6 +110,8 @@ def resumed_nodes(config: Config) -> dict[str, Any]:
             "DECODE",
             "BACKGROUND",
             "BIT_DEPTH",
+            "LIMIT_TRAIN_SAMPLES",
+            "LIMIT_VAL_SAMPLES",
         ),
     }
     nodes = dataclasses.asdict(config)
@@ -257,10 +260,13 @@ def is_finished(progress: TrainingProgress, train: TrainConfig, result: Path, wo
         world: the processes.
     """
     stalled = progress.early_stop_reason(train.EARLY_STOPPING)
-    if (progress.epoch < train.EPOCHS and not stalled) or not world.on_main(result.is_file):
+    key, done, planned = "TRAIN.EPOCHS", progress.epoch, train.EPOCHS
+    if train.MAX_STEPS is not None:
+        key, done, planned = "TRAIN.MAX_STEPS", progress.step, train.MAX_STEPS
+    if (done < planned and not stalled) or not world.on_main(result.is_file):
         return False
-    reason, key = f"{progress.epoch} epochs are done (TRAIN.EPOCHS {train.EPOCHS})", "TRAIN.EPOCHS"
-    if progress.epoch < train.EPOCHS:
+    reason = f"{done} {'steps' if train.MAX_STEPS else 'epochs'} are done ({key} {planned})"
+    if done < planned:
         key = "TRAIN.EARLY_STOPPING.PATIENCE"
         reason = f"{stalled} ({key} {train.EARLY_STOPPING.PATIENCE})"
     logger.info(

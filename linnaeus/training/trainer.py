@@ -190,8 +190,9 @@ class Trainer:
         self._set_lr()
         epoch = self.progress.epoch + 1
         place = f"in epoch {epoch}"
-        if epoch > self.plan.num_epochs:
-            place = f"after epoch {epoch - 1}: raise TRAIN.EPOCHS to train on"
+        if self._is_trained:
+            key = "EPOCHS" if self.plan.max_steps is None else "MAX_STEPS"
+            place = f"after epoch {self.progress.current_epoch}: raise TRAIN.{key} to train on"
         logger.info("resumed after %d optimizer steps, %s", self.progress.step, place)
         if changes := self.plan.differences(entries["plan"]):
             logger.warning(
@@ -224,13 +225,10 @@ class Trainer:
                     if not self.stop.stop_signal:
                         self._end_epoch()
                 self.recording.open()
-                lacks_validation = not self.progress.metrics or self.progress.samples > 0
                 if self.stop.stop_signal:
                     self._save()
-                elif lacks_validation:
-                    self._validate()
-                    if self._is_ranked:
-                        self._save()  # resumed with fewer epochs, before a validation
+                elif self.progress.validated != self.progress.step:
+                    self._end_epoch()  # resumed at the end, before its validation
             self.checkpoints.wait()
             test = None if self.stop.stop_signal else self._test()
         return FitResult(
@@ -242,7 +240,7 @@ class Trainer:
             headline=self.assembly.headline,
             num_steps=self.progress.step,
             best_epoch=self.progress.best_epoch,
-            stopped_early=self._stop_reason if self.progress.epoch < self.plan.num_epochs else "",
+            stopped_early="" if self._is_trained else self._stop_reason,
             best_metrics=self.progress.best_metrics,
             test=test,
         )
@@ -331,8 +329,12 @@ class Trainer:
         return self.progress.early_stop_reason(self.config.EARLY_STOPPING)
 
     @property
+    def _is_trained(self) -> bool:
+        return self.plan.is_over(self.progress.epoch, self.progress.samples)
+
+    @property
     def _is_over(self) -> bool:
-        return self.progress.epoch >= self.plan.num_epochs or bool(self._stop_reason)
+        return self._is_trained or bool(self._stop_reason)
 
     @property
     def _noise_scale(self) -> float | None:
@@ -343,7 +345,7 @@ class Trainer:
         return self.config.ON_OUT_OF_MEMORY == "split"
 
     def train_epoch(self) -> None:
-        """Train on the rest of the current epoch, or on less of it when the user asks to stop."""
+        """Train until the next validation or the end of the epoch, or less when the user asks to stop."""
         batches, stages = self._start_epoch()
         while stages:
             stage, lr, loss = stages.pop(), self.schedule.lr, None
@@ -416,13 +418,17 @@ class Trainer:
         return batches, stages
 
     def _rest_of_epoch(self) -> tuple[Iterator[Batch], list[Stage]]:
-        """Return the remaining batches, and the sizes of each remaining optimizer step, the next one last."""
+        """Return the remaining batches, and the sizes of each optimizer step left, the next one last.
+
+        There is none beyond the next validation.
+        """
         epoch, samples_done = self.progress.epoch, self.progress.samples
         self.loaders.train.set_epoch(epoch, skip=samples_done)
-        stages = self.plan.rest_of_epoch(epoch, samples_done)
-        return iter(self.loaders.train), [
-            stage for stage in reversed(stages) for _ in range(stage.num_steps)
-        ]
+        rest, most = self.plan.rest_of_epoch(epoch, samples_done), None
+        if every := self.config.VALIDATE_EVERY_STEPS:
+            most = 0 if self._is_validation_due else every - self.progress.step % every
+        steps = (stage for stage in rest for _ in range(stage.num_steps))
+        return iter(self.loaders.train), [*islice(steps, most)][::-1]
 
     def _count_step(self, stage: Stage, loss: torch.Tensor) -> None:
         """Count a completed step. The first one opens the run's files."""
@@ -523,7 +529,7 @@ class Trainer:
         self.progress_bar.describe(values)
         self._write("train", self.progress.epoch + 1, values)
 
-    def _write(self, split: str, epoch: int, values: dict[str, float]) -> None:
+    def _write(self, split: str, epoch: float, values: dict[str, float]) -> None:
         self.recording.write(split, values, epoch=epoch, step=self.progress.step)
 
     def _callback_state(self, epoch: int, loss: torch.Tensor | None = None) -> CallbackState:
@@ -539,32 +545,51 @@ class Trainer:
         )
 
     def _end_epoch(self) -> None:
-        """Validate and save if it is time to; always after the last epoch.
+        """Validate and save if it is time to; always after the last step. The epoch need not be at its end.
 
         If the validation is broken off, or an error ends it, the epoch does not count as finished: a resumed
-        run has no step left in it, and validates.
+        run validates before its next step.
         """
         self.recording.open()
         before, schedule = replace(self.progress), self.schedule.state_dict()
-        self.progress.epoch, self.progress.samples = before.epoch + 1, 0
-        self._set_lr()
-        epoch, is_complete = self.progress.epoch, False
+        is_end, is_complete = self._is_end_of_epoch, False
+        if is_end and not self._is_trained:  # a run with more steps goes on within the last epoch
+            self.progress.epoch, self.progress.samples = before.epoch + 1, 0
+            self._set_lr()
+        epoch = self.progress.current_epoch
         try:
-            if self._validates_after(epoch):
+            if self._is_validation_due:
                 self._validate()
             if not self.stop.stop_signal:
-                call_back(self.callbacks, "on_epoch_end", self._callback_state(epoch))
+                if is_end:
+                    call_back(self.callbacks, "on_epoch_end", self._callback_state(epoch))
                 is_complete = True
         finally:
             if not is_complete:
                 self.progress = before
                 self.schedule.load_state_dict(schedule)
-        is_due = epoch % self.config.CHECKPOINT_EVERY == 0
+        is_due = is_end and epoch % self.config.CHECKPOINT_EVERY == 0
         if is_complete and (self._is_over or self._is_ranked or is_due):
             self._save()
 
-    def _validates_after(self, epoch: int) -> bool:
-        return epoch == self.plan.num_epochs or epoch % self.config.VALIDATE_EVERY == 0
+    @property
+    def _is_end_of_epoch(self) -> bool:
+        epoch, samples = self.progress.epoch, self.progress.samples
+        is_over = epoch >= self.plan.num_epochs or not samples
+        return is_over or not self.plan.rest_of_epoch(epoch, samples)
+
+    @property
+    def _is_validation_due(self) -> bool:
+        """Whether a validation comes before the next optimizer step."""
+        progress, every_steps = self.progress, self.config.VALIDATE_EVERY_STEPS
+        if progress.validated == progress.step:
+            return False
+        if self._is_end_of_epoch and progress.current_epoch >= self.plan.num_epochs:
+            return True
+        if every_steps is not None:
+            return progress.step % every_steps == 0
+        is_due = progress.current_epoch % self.config.VALIDATE_EVERY == 0
+        return is_due and self._is_end_of_epoch
 
     @property
     def _is_ranked(self) -> bool:
@@ -576,7 +601,8 @@ class Trainer:
 
         If any rank was asked to stop, all break the validation off, and `stop` says so.
         """
-        self.world.update(f"validating after epoch {self.progress.epoch}")
+        epoch = self.progress.current_epoch
+        self.world.update(f"validating after optimizer step {self.progress.step}")
         self._distribute_batchnorm()
         # AutoBatch measured validation without training's cached blocks, and training without validation's.
         empty_cache(self.world.device)
@@ -586,21 +612,24 @@ class Trainer:
         except Exception as error:
             if not self._memory.refused(error):
                 raise
-            raise self._out_of_memory.of_validation(error, self.progress.epoch) from error
+            raise self._out_of_memory.of_validation(error, epoch) from error
         empty_cache(self.world.device)
         if values is None:
             self.stop.exchange()
             return
         seconds = time.perf_counter() - started
-        self.progress.metrics = values
-        self._write("val", self.progress.epoch, values)
+        self.progress.metrics, self.progress.validated = values, self.progress.step
+        place: float = self.progress.epoch  # epochs trained, with a fraction within an epoch
+        if self.progress.samples:
+            place = round(place + self.progress.samples / self.plan.num_samples, 4)
+        self._write("val", place, values)
         self._update_best(values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         is_best = self.progress.best_steps[:1] == [self.progress.step]
-        epoch, note = self.progress.epoch, ", best so far" * is_best
+        note = ", best so far" * is_best
         logger.info(
-            "validation after epoch %d/%d:  %s  (%.1f s%s)",
-            epoch,
+            "validation after epoch %g/%d:  %s  (%.1f s%s)",
+            place,
             self.plan.num_epochs,
             shown,
             seconds,
@@ -669,9 +698,7 @@ class Trainer:
     def _save(self) -> None:
         """Write a checkpoint on rank 0; every rank must call this."""
         self.world.update("saving a checkpoint")
-        samples = self.progress.samples
-        is_next = self._validates_after(self.progress.epoch + 1)
-        if samples and is_next and not self.plan.rest_of_epoch(self.progress.epoch, samples):
+        if self.progress.samples and self._is_validation_due:
             self._distribute_batchnorm()  # the next thing that a resumed run does is to validate
         shards = {}
         if isinstance(self.assembly.model, FSDPModule):
