@@ -138,6 +138,12 @@ def _weights_source(value: str | None) -> str | None:
     return f"must be `balanced` or a file with the ending {', '.join(WEIGHT_FILES)}"
 
 
+def _profile(value: list[int] | None) -> str | None:
+    if value is None or (len(value) == 2 and value[0] <= value[1]):
+        return None
+    return "must be [first, last] with first <= last"
+
+
 def _milestones(value: list[list[int]]) -> str | None:
     starts = [pair[0] for pair in value if pair]
     if all(len(pair) == 2 and pair[0] >= 1 and pair[1] >= 1 for pair in value) and all(
@@ -861,6 +867,13 @@ class TrainConfig:
     )
     DETERMINISTIC: bool = key(False, "use deterministic kernels only")
     LOG_EVERY: int = key(20, "optimizer steps between two lines of training metrics", ge=1)
+    PROFILE: list[int] | None = key(
+        None,
+        "[first, last]: optimizer steps, from 1, that torch's profiler traces to `logs/profile.json.gz`; "
+        "null traces none",
+        ge=1,
+        check=_profile,
+    )
     VALIDATE_EVERY: int = key(
         1, "epochs between two validations; the last epoch is always validated", ge=1
     )

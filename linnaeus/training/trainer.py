@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from linnaeus.autobatch.memory.device import failed_allocations
 from linnaeus.autobatch.memory.interface import empty_cache
@@ -54,6 +55,7 @@ from linnaeus.training.schedule import Schedule
 from linnaeus.training.sharding import reshard
 from linnaeus.training.step import ValidationStep
 from linnaeus.training.stop import StopAgreement
+from linnaeus.training.watch import Speed, TimedBatches, loader_advice, peak_memory_gib
 
 logger = logging.getLogger("linnaeus.trainer")
 
@@ -135,6 +137,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._num_images = 0
+        self._line_speed, self._epoch_speed = Speed(), Speed()
+        self._advises_loader = True
         self._seconds = 0.0
         self._clock = self._saved_at = time.monotonic()
         self._saved_step = 0
@@ -352,6 +356,8 @@ class Trainer:
             sizes, epoch = stage.micro_batches, self.progress.epoch + 1
             if self.train_step.callbacks:
                 self.train_step.state = self._callback_state(epoch)
+            is_logged = (self.progress.step + 1) % self.config.LOG_EVERY == 0 or not stages
+            self.train_step.measures_norm = is_logged
             try:
                 num_samples = sum(sizes) if len(set(sizes)) > 1 else None
                 loss = self.train_step(batches, len(sizes), num_samples)
@@ -362,7 +368,7 @@ class Trainer:
                 batches, stages = self._rest_of_epoch()
                 continue
             self._count_step(stage, loss)
-            if self.progress.step % self.config.LOG_EVERY == 0 or not stages:
+            if is_logged:
                 self._log_training(lr, stage)
             if self.callbacks:
                 call_back(self.callbacks, "on_step_end", self._callback_state(epoch, loss))
@@ -428,7 +434,12 @@ class Trainer:
         if every := self.config.VALIDATE_EVERY_STEPS:
             most = 0 if self._is_validation_due else every - self.progress.step % every
         steps = (stage for stage in rest for _ in range(stage.num_steps))
-        return iter(self.loaders.train), [*islice(steps, most)][::-1]
+        batches = TimedBatches(iter(self.loaders.train), self._add_wait)
+        return batches, [*islice(steps, most)][::-1]
+
+    def _add_wait(self, seconds: float) -> None:
+        self._line_speed.add_wait(seconds)
+        self._epoch_speed.add_wait(seconds)
 
     def _count_step(self, stage: Stage, loss: torch.Tensor) -> None:
         """Count a completed step. The first one opens the run's files."""
@@ -527,7 +538,19 @@ class Trainer:
         if self._noise_scale is not None:
             values["noise_scale"] = self._noise_scale
         self.progress_bar.describe(values)
+        if (norm := self.train_step.grad_norm) is not None:
+            values["grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        values |= self._line_speed.read(self._seconds, self._num_images)
+        values["peak_memory_gib"] = peak_memory_gib(self.world.device)
         self._write("train", self.progress.epoch + 1, values)
+
+    def _advise_on_loader(self) -> None:
+        """Say once that an epoch has waited for data for much of its time."""
+        speed = self._epoch_speed.read(self._seconds, self._num_images)
+        advice = loader_advice(speed, self.loaders.train.num_workers)
+        if advice is not None and self._advises_loader:
+            self._advises_loader = False
+            logger.info("%s", advice)
 
     def _write(self, split: str, epoch: float, values: dict[str, float]) -> None:
         self.recording.write(split, values, epoch=epoch, step=self.progress.step)
@@ -553,6 +576,8 @@ class Trainer:
         self.recording.open()
         before, schedule = replace(self.progress), self.schedule.state_dict()
         is_end, is_complete = self._is_end_of_epoch, False
+        if is_end:
+            self._advise_on_loader()
         if is_end and not self._is_trained:  # a run with more steps goes on within the last epoch
             self.progress.epoch, self.progress.samples = before.epoch + 1, 0
             self._set_lr()
