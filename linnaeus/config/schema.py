@@ -858,13 +858,6 @@ class TrainConfig:
         choices=("raise", "split"),
     )
     SYNC_BATCHNORM: bool = key(False, "compute BatchNorm statistics over all processes")
-    DISTRIBUTE_BN: str = key(
-        "reduce",
-        "BatchNorm's running statistics before a validation: `reduce` averages them over the "
-        "processes, `broadcast` takes those of rank 0, `none` leaves each process its own, and then the "
-        "logged validation is not that of the checkpoint",
-        choices=("reduce", "broadcast", "none"),
-    )
     DETERMINISTIC: bool = key(False, "use deterministic kernels only")
     LOG_EVERY: int = key(20, "optimizer steps between two lines of training metrics", ge=1)
     PROFILE: list[int] | None = key(
@@ -893,12 +886,6 @@ class TrainConfig:
     )
     CHECKPOINT_EVERY_STEPS: int | None = key(
         None, "optimizer steps between checkpoints; null: none", ge=1
-    )
-    CHECKPOINT_EVERY_MINUTES: float | None = key(
-        None,
-        "time between two checkpoints within an epoch; null writes none by time",
-        unit="minutes",
-        gt=0,
     )
     KEEP_CHECKPOINTS: int = key(
         0, "checkpoints kept beside `last.pt`, `previous.pt` and `best.pt`", ge=0

@@ -176,7 +176,7 @@ class ClassificationMetrics(nn.Module):
 def _map_and_f1(scores: Tensor, targets: Tensor) -> tuple[float, float]:
     """Means over the classes with a positive sample; NaN without any, and where a probability is.
 
-    Arguments are those of `figures_of_sets`.
+    Arguments as for `figures_of_sets`.
     """
     if scores.isnan().any():
         return math.nan, math.nan
@@ -273,7 +273,7 @@ class LossMeter:
         return 0.0 if self._total is None else float(self._total), int(self._count)
 
     def load_states(self, states: Sequence[tuple[float, int]]) -> None:
-        """Go on from what `state` gave on each rank; on another number of ranks, from their mean."""
+        """Restore the states of all ranks; on another number of ranks, their mean."""
         if len(states) == self._world.world_size:
             states = [states[self._world.rank]]
         totals, counts = [total for total, _ in states], [count for _, count in states]

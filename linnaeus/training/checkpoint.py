@@ -143,7 +143,7 @@ class TrainingProgress:
             self.watched_best, self.num_stale = value, 0
 
     def early_stop_reason(self, node: EarlyStoppingConfig) -> str:
-        """Why training ends before its last epoch, as a sentence; empty where it goes on."""
+        """Return a sentence on why training ends before its last epoch; empty where it continues."""
         is_known = self.validated == self.step
         if node.PATIENCE is None or self.num_stale < node.PATIENCE or not is_known:
             return ""
@@ -184,7 +184,7 @@ class TrainingState:
         scaler that was off starts anew, as does a new average.
 
         Args:
-            state: the state; its tensors may become those of the optimizer.
+            state: the state; the optimizer may keep its tensors.
             changes: how the configuration differs from the checkpoint's, for the error's message.
 
         Raises:
@@ -304,8 +304,8 @@ class CheckpointFolder:
 
     Args:
         folder: the run's `checkpoints/`.
-        keep: number of checkpoints that are kept as `step_<number>.pt`: those of the last steps.
-        keep_best: whether those of the best validations are kept as `best_<number>.pt`.
+        keep: number of the last checkpoints that are kept as `step_<number>.pt`.
+        keep_best: whether to keep the checkpoints of the best validations as `best_<number>.pt`.
         background: copy the content to the host and return while a thread writes it. The next call and the
             end of the context wait for the thread, and raise its error.
         is_sharded: leave tensors in the files that are read until each rank takes its part of them.
@@ -335,7 +335,7 @@ class CheckpointFolder:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._unreadable: set[Path] = set()  # by this process: their shards, if any, are not known
-        self._keeps_previous = False  # `last.pt` is damaged, and the run goes on from an older file
+        self._keeps_previous = False  # `last.pt` is damaged, and the run resumes from an older file
 
     def __enter__(self) -> CheckpointFolder:
         return self

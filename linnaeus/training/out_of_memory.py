@@ -34,9 +34,9 @@ class StateBytes:
     """Bytes of the tensors that training keeps. Storage that tensors share counts once, for the first one.
 
     Attributes:
-        parameters, buffers: those of the model and the loss.
+        parameters, buffers: of the model and the loss.
         average: the EMA copy of the model.
-        gradients: those of all parameters; 0 in validation.
+        gradients: of all parameters; 0 in validation.
         optimizer_state: such as Adam's moments; training's stay resident during validation.
     """
 

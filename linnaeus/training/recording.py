@@ -157,7 +157,7 @@ class RunRecording(Recording):
 
         Args:
             result: of the run.
-            plan: its micro-batches are smaller than those of `self.plan` where memory ran out.
+            plan: with smaller micro-batches than `self.plan` where memory ran out.
         """
         path, data = self.folder.path, self.config.DATA
         report_result(result, plan, self.config.TRAIN, data.BATCH_SIZE_VAL, path, self._tracker)

@@ -141,7 +141,7 @@ class Trainer:
         self._line_speed, self._epoch_speed = Speed(), Speed()
         self._advises_loader = True
         self._seconds = 0.0
-        self._clock = self._saved_at = time.monotonic()
+        self._clock = time.monotonic()
         self._saved_step = 0
         self._micro_batch_limit: int | None = (
             None  # of this process; that of an earlier one is in the plan
@@ -185,7 +185,7 @@ class Trainer:
         before, now = entries["config"], self.checkpoint_extras["config"]
         if all(before.get(name) == now.get(name) for name in ("OPTIMIZER", "SCHEDULE")):
             watched = self.config.EARLY_STOPPING.METRIC or headline
-            self.schedule.load_state_dict(  # a new rate is not one that has dropped
+            self.schedule.load_state_dict(  # a new learning rate has not dropped yet
                 entries["schedule"], same_metric=early_stopping_metric(entries) == watched
             )
         states = entries["callbacks"]
@@ -377,7 +377,10 @@ class Trainer:
                 self._log_training(lr, stage)
             if self.callbacks:
                 call_back(self.callbacks, "on_step_end", self._callback_state(epoch, loss))
-            if self._agree_after_step():
+            self.stop.after_step()
+            every_steps = self.config.CHECKPOINT_EVERY_STEPS
+            is_due = every_steps is not None and self.progress.step % every_steps == 0
+            if is_due and not self.stop.stop_signal:  # a run that stops saves anyway
                 self._meter.mean()  # weights after a loss that is not finite must replace no good checkpoint
                 self._count_seconds()
                 self._save()
@@ -474,7 +477,7 @@ class Trainer:
     def _handle_step_error(self, error: Exception, stage: Stage) -> None:
         """After a step ran out of memory, go back to the last completed one and halve the micro-batches.
 
-        A single process goes on. Several end with a checkpoint: the others wait for this one's gradients.
+        A single rank continues. Several end with a checkpoint: the others wait for this one's gradients.
 
         Raises:
             OutOfMemoryError: from `error`; this process does not take the step again.
@@ -529,14 +532,6 @@ class Trainer:
         self.progress.seconds += now - self._clock
         self._clock = now
 
-    def _agree_after_step(self) -> bool:
-        """Let the ranks agree on stopping, and on whether to save a checkpoint now, which is returned."""
-        minutes = self.config.CHECKPOINT_EVERY_MINUTES or math.inf
-        by_clock = self.stop.after_step(save=time.monotonic() - self._saved_at >= 60 * minutes)
-        every_steps = self.config.CHECKPOINT_EVERY_STEPS
-        by_steps = every_steps is not None and self.progress.step % every_steps == 0
-        return (by_clock or by_steps) and not self.stop.stop_signal  # a run that stops saves anyway
-
     def _log_training(self, lr: float, stage: Stage) -> None:
         values = {"loss": self._meter.drain(), "lr": lr}
         if self.plan.changes:
@@ -584,7 +579,7 @@ class Trainer:
         is_end, is_complete = self._is_end_of_epoch, False
         if is_end:
             self._advise_on_loader()
-        if is_end and not self._is_trained:  # a run with more steps goes on within the last epoch
+        if is_end and not self._is_trained:  # a run with more steps continues within the last epoch
             self.progress.epoch, self.progress.samples = before.epoch + 1, 0
             self._set_lr()
         epoch = self.progress.current_epoch
@@ -724,7 +719,7 @@ class Trainer:
     def _distribute_batchnorm(self) -> None:
         ema = self.assembly.ema
         average = None if ema is None else ema.module
-        distribute_batchnorm(self.assembly.model, average, self.world, self.config.DISTRIBUTE_BN)
+        distribute_batchnorm(self.assembly.model, average, self.world)
 
     def _save(self) -> None:
         """Write a checkpoint on rank 0; every rank must call this."""
@@ -739,7 +734,7 @@ class Trainer:
         if states is not None:
             is_best = self.progress.best_steps[:1] == [self.progress.step]
             self.checkpoints.save(self._content(states) | shards, is_best=is_best)
-        self._saved_at, self._saved_step = time.monotonic(), self.progress.step
+        self._saved_step = self.progress.step
 
     def _save_for_next_attempt(self) -> None:
         self.checkpoints.save_for_next_attempt(self._content([self._rank_state()]))

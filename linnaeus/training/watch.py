@@ -100,7 +100,9 @@ class Profiler:
     def on_step_start(self, state: CallbackState) -> None:
         """Begin before the first step."""
         if state.step + 1 == self._first and self._profile is None:
-            self._profile = torch.profiler.profile()
+            kinds = torch.profiler.ProfilerActivity
+            on_device = [kinds.CUDA] if torch.cuda.is_available() else []
+            self._profile = torch.profiler.profile(activities=[kinds.CPU, *on_device])
             self._profile.start()
 
     def on_step_end(self, state: CallbackState) -> None:

@@ -50,13 +50,13 @@ def work(rank: int, folder: str) -> Results:
                 results |= gradients(world)
                 results |= validations(world)
                 if world_size == 3:
-                    results["three"] = distributed(world, "reduce")
+                    results["three"] = distributed(world)
                     results["state"] = transferred(world)
                     results |= {("passes", how): two_passes(world, how) for how in WRAPPERS}
                 if world_size == 2:
                     results |= metrics_of_seven_levels(world)
                     results["sets"] = fill_sets(ClassificationMetrics(SETS), rank, 2).compute(world)
-                    results |= {how: distributed(world, how) for how in WAYS}
+                    results["distributed"] = distributed(world)
                     results |= {
                         ("stops", stops): trained(world, stops=stops) for stops in (False, True)
                     }
@@ -435,8 +435,6 @@ def test_ranks_measure_the_norms_of_their_own_gradients_and_of_the_mean(
 
 # --- BatchNorm's running statistics ---
 
-WAYS = ("reduce", "broadcast", "none")
-
 
 def normalised() -> nn.Sequential:
     torch.manual_seed(0)
@@ -457,15 +455,15 @@ def statistics(module: nn.Module) -> Tensor:
     return torch.cat([buffer.flatten() for buffer in found]).clone()
 
 
-def distributed(world: World, how: str) -> Results:
+def distributed(world: World) -> Results:
     """The statistics of a model and of another in the place of its average: before, after, after it again."""
     model, average = normalised(), normalised()
     for module, number in ((model, 0), (average, 1)):
         module(make_batch(world.rank, number).inputs)
     before = [statistics(module) for module in (model, average)]
-    collectives = num_collectives(lambda: distribute_batchnorm(model, average, world, how))
+    collectives = num_collectives(lambda: distribute_batchnorm(model, average, world))
     after = [statistics(module) for module in (model, average)]
-    distribute_batchnorm(model, average, world, how)
+    distribute_batchnorm(model, average, world)
     again = [statistics(module) for module in (model, average)]
     return {"before": before, "after": after, "again": again, "count": collectives}
 
@@ -482,7 +480,7 @@ def trained(world: World, *, stops: bool) -> dict[str, Tensor]:
                 part.load_state_dict(world.broadcast(part.state_dict()))
         step([make_batch(world.rank, 2 * number + micro) for micro in (0, 1)], 2)
     results = {"live": statistics(model)}
-    distribute_batchnorm(model, ema.module, world, "reduce")
+    distribute_batchnorm(model, ema.module, world)
     return results | {
         f"{kind} {k}": v
         for kind, m in (("", model), ("ema", ema.module))
@@ -490,26 +488,16 @@ def trained(world: World, *, stops: bool) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_the_statistics_of_all_ranks_and_those_of_rank_0_for_the_average(
-    ranks: list[Results], how: str
-) -> None:
-    zero, one = (results[how] for results in ranks[:2])
+def test_statistics_are_averaged_and_rank_0_gives_those_of_the_ema(ranks: list[Results]) -> None:
+    zero, one = (results["distributed"] for results in ranks[:2])
     before = torch.stack([zero["before"][0], one["before"][0]])
     assert (before[0] - before[1]).abs().max() > 0.01
-    expected = {
-        "reduce": before.mean(0).expand(2, -1),
-        "broadcast": before[:1].expand(2, -1),
-        "none": before,
-    }
     after = torch.stack([zero["after"][0], one["after"][0]])
-    torch.testing.assert_close(after, expected[how])
-    assert torch.equal(after[0], after[1]) is (how != "none")
+    torch.testing.assert_close(after, before.mean(0).expand(2, -1))
+    assert torch.equal(after[0], after[1])
     assert torch.equal(zero["after"][1], zero["before"][1])
-    assert torch.equal(one["after"][1], one["before"][1] if how == "none" else zero["before"][1])
-    assert (
-        zero["count"] == one["count"] == (0 if how == "none" else 2)
-    )  # one collective for each model
+    assert torch.equal(one["after"][1], zero["before"][1])
+    assert zero["count"] == one["count"] == 2, "one collective for each model"
 
 
 def test_distributing_again_changes_no_bit(ranks: list[Results]) -> None:
