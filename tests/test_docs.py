@@ -48,6 +48,7 @@ DATA:
     NAME: synthetic
     NUM_SAMPLES: 32
     NUM_SAMPLES_VAL: 16
+    LEVELS: [order, species]
 """
 MY_PACKAGE = """\
 import torch
@@ -202,7 +203,8 @@ def smaller(tokens: list[str]) -> list[str]:
     steps = (
         () if "--cfg" in tokens else ("DATA.BATCH_SIZE=64",)
     )  # the default data are all the digits
-    return [*tokens, *SMALLER, *steps, *model]
+    length = ("TRAIN.MAX_STEPS=3",) if "TRAIN.MAX_STEPS" in tokens else ()
+    return [*tokens, *SMALLER, *steps, *length, *model]
 
 
 ON_SLURM = [command for command in of_kind("linnaeus ") if "--launcher slurm" in command[1]]

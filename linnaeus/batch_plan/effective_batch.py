@@ -94,13 +94,15 @@ def plan_epochs(
         facts.epoch_samples_per_rank,
         facts.world_size,
         keep_rest=keeps_rest(train),
+        max_steps=train.MAX_STEPS,
     )
     num_steps = sum(stage.num_steps for stages in epochs for stage in stages)
     if schedule.UNIT == "steps" and changes[-1].start >= num_steps:
         key = "MILESTONES" if schedule.NAME == "milestones" else "LENGTH"
+        end = "EPOCHS" if train.MAX_STEPS is None else "MAX_STEPS"
         raise ConfigError(
             f"{SCHEDULE}.{key}: the last size would come after {changes[-1].start} optimizer steps, but the "
-            f"run has only {num_steps}; lower it or raise TRAIN.EPOCHS"
+            f"run has only {num_steps}; lower it or raise TRAIN.{end}"
         )
     return [change.split for change in changes], epochs
 
@@ -145,6 +147,8 @@ def _contradictions(train: TrainConfig) -> list[str]:
     schedule, problems = train.BATCH_SCHEDULE, []
     if schedule.NAME == "constant":
         return []
+    if schedule.UNIT == "epochs" and train.MAX_STEPS is not None:
+        return [f"{SCHEDULE}.UNIT: set it to steps where TRAIN.MAX_STEPS ends the run"]
     if schedule.FIRST is None:
         problems.append(f"{SCHEDULE}.FIRST: needs a value where {SCHEDULE}.NAME is {schedule.NAME}")
     if schedule.NAME == "milestones":

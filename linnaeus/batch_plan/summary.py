@@ -25,6 +25,9 @@ def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode)
         f"{_span(plan.steps_per_epoch)} per epoch, {plan.total_steps} in all (TRAIN.EPOCHS "
         f"{plan.num_epochs}); {_span(plan.samples_per_epoch)} of {plan.num_samples} samples per epoch"
     )
+    if plan.max_steps is not None:
+        epochs = sum(plan.samples_per_epoch) / plan.num_samples
+        rows["steps"] = f"{plan.total_steps} in all (TRAIN.MAX_STEPS), {epochs:.4g} epochs"
     rows["rate"] = f"{plan.learning_rate:.6g} at the peak (the optimizer's own)"
     if isinstance(optimizer, OptimizerConfig):
         ratio = f"{plan.effective_batch_size}/{optimizer.BASE_BATCH_SIZE}"

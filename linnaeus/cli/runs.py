@@ -87,7 +87,7 @@ class Row:
     state: State = field(default_factory=lambda: State("not run"))
     config: Mapping[str, Any] | None = None
     planned: Mapping[str, Any] = field(default_factory=dict)
-    history: Mapping[int, Mapping[str, float | None]] = field(default_factory=dict)
+    history: Mapping[float, Mapping[str, float | None]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     values: dict[str, str] = field(default_factory=dict)
     name: str = ""
@@ -105,17 +105,18 @@ class Row:
 
     @property
     def headline(self) -> str | None:
-        """The metric that decides which checkpoint is best: top-1 of the finest level, or the loss."""
+        """The metric that decides which checkpoint is best: by default top-1 of the finest level."""
         levels = [name for name in self.metrics if name.startswith(("top1/", "map/"))]
         names = levels or self.metrics[:1]
-        headline: str | None = self.planned.get("headline", names[-1] if names else None)
+        own = (self.config or {}).get("TRAIN.BEST_METRIC") or (names[-1] if names else None)
+        headline: str | None = self.planned.get("headline", own)
         return headline
 
-    def curve(self, metric: str) -> dict[int, float | None]:
+    def curve(self, metric: str) -> dict[float, float | None]:
         """The values of a metric by epoch."""
         return {epoch: values[metric] for epoch, values in self.history.items() if metric in values}
 
-    def best(self, metric: str) -> tuple[float, int] | None:
+    def best(self, metric: str) -> tuple[float, float] | None:
         """The best value and the first epoch that has it; None where no value is finite."""
         values = {epoch: value for epoch, value in self.curve(metric).items() if value is not None}
         if not values:
@@ -499,9 +500,9 @@ def _section(text: str) -> Any:
 @lru_cache(maxsize=4096)
 def _history(
     path: Path, version: tuple[int, int, bool] | None
-) -> tuple[Mapping[int, Mapping[str, float | None]], bool]:
+) -> tuple[Mapping[float, Mapping[str, float | None]], bool]:
     """The validations in a `metrics.jsonl`, and whether it is damaged; foreign lines count as they can."""
-    records: dict[int, dict[str, float | None]] = {}
+    records: dict[float, dict[str, float | None]] = {}
     if version is None or not version[2]:
         return {}, version is not None
     is_damaged = False
@@ -521,7 +522,7 @@ def _history(
                     continue
                 if (
                     record.get("split", "val") == "val"
-                    and type(epoch) is int
+                    and type(epoch) in (int, float)
                     and 0 <= epoch < 1 << 31
                 ):
                     others = ("step", "epoch", "split", "time")

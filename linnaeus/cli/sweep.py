@@ -78,7 +78,7 @@ JOBS_OF_A_SEARCH = 4
 """Workers of a search on SLURM by default: the more at once, the less each can learn from the others."""
 LOOK_S, LOOK_AT_QUEUE_S = 1.0, 10.0
 """Pauses between two looks at the runs: of workers here, and of jobs."""
-METRIC = re.compile(r"loss|consistent|(top1|top5|map|f1)/.+")
+METRIC = re.compile(r"loss|consistent|(top1|top5|macro|map|f1)/.+")
 """Names of validation metrics."""
 _FRAME_LINES = 8
 """Lines of the live table beside its rows."""
@@ -91,7 +91,8 @@ logger = logging.getLogger("linnaeus.sweep")
 def _read_metric(text: str) -> str:
     if not METRIC.fullmatch(text):
         raise ValueError(
-            f"{text!r} is not a metric; use loss, consistent, top1/LEVEL, top5/LEVEL, map/LEVEL or f1/LEVEL"
+            f"{text!r} is not a metric; use loss, consistent, top1/LEVEL, top5/LEVEL, macro/LEVEL, map/LEVEL "
+            "or f1/LEVEL"
         )
     return text
 

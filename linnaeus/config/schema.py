@@ -154,6 +154,12 @@ def _pos_weight(value: Any) -> str | None:
     return "must be `balanced` or a number above 0"
 
 
+def _profile(value: list[int] | None) -> str | None:
+    if value is None or (len(value) == 2 and value[0] <= value[1]):
+        return None
+    return "must be [first, last] with first <= last"
+
+
 def _milestones(value: list[list[int]]) -> str | None:
     starts = [pair[0] for pair in value if pair]
     if all(len(pair) == 2 and pair[0] >= 1 and pair[1] >= 1 for pair in value) and all(
@@ -568,6 +574,12 @@ class DataConfig:
         "square root of its samples",
         choices=("shuffle", "balanced", "sqrt"),
     )
+    LIMIT_TRAIN_SAMPLES: int | None = key(
+        None, "train on so many random samples, the same in every epoch; null takes all", ge=1
+    )
+    LIMIT_VAL_SAMPLES: int | None = key(
+        None, "validate on so many random samples, always the same; null takes all", ge=1
+    )
     AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and preprocessing")
     AUTOBATCH: AutoBatchConfig = key(AutoBatchConfig, "the batch-size search")
 
@@ -825,7 +837,7 @@ class EarlyStoppingConfig:
     METRIC: str | None = key(
         None,
         "metric of the validation that has to improve, such as `loss`; `plateau` watches it too; null "
-        "is the one that decides which checkpoint is best",
+        "is BEST_METRIC",
     )
     MIN_DELTA: float = key(0.0, "an improvement is larger than this", ge=0)
 
@@ -835,6 +847,17 @@ class TrainConfig:
     """The training loop and the training step."""
 
     EPOCHS: int = key(12, "passes over the training data", ge=1)
+    MAX_STEPS: int | None = key(
+        None,
+        "optimizer steps of the whole run, in place of EPOCHS; SCHEDULE ends with them; null trains EPOCHS",
+        ge=1,
+    )
+    OVERFIT_BATCHES: int | None = key(
+        None,
+        "train on so many effective batches, the same in every epoch, and validate on them without "
+        "augmentation; null takes all data",
+        ge=1,
+    )
     EARLY_STOPPING: EarlyStoppingConfig = key(EarlyStoppingConfig, "end before the last epoch")
     UNFREEZE_EPOCH: int | None = key(
         None,
@@ -885,17 +908,28 @@ class TrainConfig:
         choices=("raise", "split"),
     )
     SYNC_BATCHNORM: bool = key(False, "compute BatchNorm statistics over all ranks")
-    DISTRIBUTE_BN: str = key(
-        "reduce",
-        "BatchNorm's running statistics before a validation: `reduce` averages them over the "
-        "ranks, `broadcast` takes those of rank 0, `none` leaves each rank its own, and then the "
-        "logged validation is not that of the checkpoint",
-        choices=("reduce", "broadcast", "none"),
-    )
     DETERMINISTIC: bool = key(False, "use deterministic kernels only")
     LOG_EVERY: int = key(20, "optimizer steps between two lines of training metrics", ge=1)
+    PROFILE: list[int] | None = key(
+        None,
+        "[first, last]: optimizer steps, from 1, that torch's profiler traces to `logs/profile.json.gz`; "
+        "null traces none",
+        ge=1,
+        check=_profile,
+    )
     VALIDATE_EVERY: int = key(
         1, "epochs between two validations; the last epoch is always validated", ge=1
+    )
+    VALIDATE_EVERY_STEPS: int | None = key(
+        None,
+        "optimizer steps between two validations, in place of VALIDATE_EVERY; the last step is always "
+        "validated",
+        ge=1,
+    )
+    BEST_METRIC: str | None = key(
+        None,
+        "metric of the validation that decides which checkpoint is best, such as `macro/LEVEL` or `loss`; "
+        "early stopping and `plateau` watch it too; null is top-1 of the finest level, or the loss",
     )
     CHECKPOINT_EVERY: int = key(
         1, "epochs between two checkpoints; the last epoch always has one", ge=1
@@ -903,14 +937,11 @@ class TrainConfig:
     CHECKPOINT_EVERY_STEPS: int | None = key(
         None, "optimizer steps between checkpoints; null: none", ge=1
     )
-    CHECKPOINT_EVERY_MINUTES: float | None = key(
-        None,
-        "time between two checkpoints within an epoch; null writes none by time",
-        unit="minutes",
-        gt=0,
-    )
     KEEP_CHECKPOINTS: int = key(
         0, "checkpoints kept beside `last.pt`, `previous.pt` and `best.pt`", ge=0
+    )
+    KEEP_BEST: int = key(
+        0, "checkpoints of the best validations, kept as `best_STEP.pt` beside `best.pt`", ge=0
     )
     AUTO_RESUME: bool = key(False, "continue from the run's last checkpoint, if there is one")
     CALLBACKS: list[Any] = key(
@@ -922,6 +953,11 @@ class TrainConfig:
         "`lr` takes the learning rate, the weight decay, their scaling and SCHEDULE; null refuses a change",
         choices=("lr",),
     )
+
+    @property
+    def most_epochs(self) -> int:
+        """Bound on the epochs of the run: an epoch has a step."""
+        return self.EPOCHS if self.MAX_STEPS is None else self.MAX_STEPS
 
 
 @dataclass

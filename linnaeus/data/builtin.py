@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -74,6 +75,10 @@ class ImageTensors(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.transform(self.images[index]), self.targets[index]
+
+    def take(self, rows: Tensor) -> ImageTensors:
+        """The samples at these indices."""
+        return replace(self, images=self.images[rows], targets=self.targets[rows])
 
 
 def build_digits(config: DataConfig) -> DataBundle:
@@ -205,6 +210,12 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         start = derive_seed(index) % (len(self.noise) - numel)
         image = image + self.noise[start : start + numel].view(self.shape)
         return self.transform((image + 127.5).clamp_(0, 255).to(torch.uint8)), self.targets[index]
+
+    def take(self, rows: Tensor) -> SyntheticImages:
+        """As many samples of the classes at these indices."""
+        taken = copy.copy(self)
+        taken.labels, taken.targets = self.labels[rows], self.targets[rows]
+        return taken
 
 
 def build_synthetic(config: DataConfig) -> DataBundle:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
@@ -79,6 +80,16 @@ def collate_pairs(samples: list[Any]) -> Batch:
     """Collate (input, target) samples with torch's default rules."""
     inputs, targets = default_collate(samples)
     return Batch(inputs, targets)
+
+
+def limited(dataset: Dataset[Any], most: int | None, seed: int) -> Dataset[Any]:
+    """The dataset with at most so many random samples, in their order; the seed decides which."""
+    length = dataset_length(dataset)
+    if most is None or most >= length:
+        return dataset
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(length, generator=generator)[:most].sort().values
+    return dataset.take(rows)  # type: ignore[attr-defined, no-any-return]
 
 
 def dataset_length(dataset: Dataset[Any]) -> int:

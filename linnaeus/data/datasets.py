@@ -8,7 +8,13 @@ from operator import call
 from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.builtin import build_digits, build_fashion_mnist, build_synthetic
-from linnaeus.data.bundle import DataBundle, OnMain, training_targets
+from linnaeus.data.bundle import (
+    DataBundle,
+    OnMain,
+    dataset_length,
+    limited,
+    training_targets,
+)
 from linnaeus.data.image_files import build_files
 from linnaeus.data.imagefolder import read_folders
 from linnaeus.data.manifest import read_manifest
@@ -56,7 +62,13 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
         data = _BUILT_IN[dataset.NAME](data_config)
     else:
         data = build_files(_FILES[dataset.NAME](dataset), data_config, on_main)
-    data.report.insert(0, data.description)
+    before = data.description
+    data.train = limited(data.train, data_config.LIMIT_TRAIN_SAMPLES, seed)
+    data.val = limited(data.val, data_config.LIMIT_VAL_SAMPLES, seed)
+    data.report.insert(0, before)
+    if data.description != before:
+        sizes = f"train {dataset_length(data.train)}, val {dataset_length(data.val)}"
+        data.report.insert(1, f"limited to a random part: {sizes}")
     data.on_device = build_device_transform(data_config.AUGMENT, data.taxonomy, data.preprocessing)
     if data.on_device.mixing is not None and is_users:
         with preserved_generators():  # an error must show now, not in training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections import Counter, defaultdict
@@ -172,6 +173,12 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def take(self, rows: Tensor) -> ImageFiles:
+        """The samples at these indices."""
+        taken = copy.copy(self)
+        taken.paths, taken.targets = self.paths[rows.numpy()], self.targets[rows]
+        return taken
 
     @property
     def files(self) -> list[str]:

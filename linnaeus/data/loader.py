@@ -167,7 +167,7 @@ class BatchLoader:
         world: World,
         seed: int,
     ) -> None:
-        workers = config.NUM_WORKERS or 0
+        workers = self.num_workers = config.NUM_WORKERS or 0
         self._batches = batches
         self._device = world.device
         self._closing = multiprocessing.get_context().Event()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from PIL.Image import Image
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.instantiate import check_arguments, place_of, prepare
@@ -57,6 +57,10 @@ class UserDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def take(self, rows: Tensor) -> UserDataset:
+        """The samples at these indices."""
+        return replace(self, dataset=Subset(self.dataset, rows.tolist()))
 
     @property
     def targets(self) -> Tensor | None:

@@ -204,7 +204,7 @@ class SizeSearch:
     def _frozen_as_in_last_epoch(self) -> AbstractContextManager[None]:
         """Context in which parameters are frozen or not as in the last epoch, when most memory is needed."""
         freezing = self.assembly.freezing
-        return freezing.unfrozen(only_if=freezing.ends_within(self.train.EPOCHS))
+        return freezing.unfrozen(only_if=freezing.ends_within(self.train.most_epochs))
 
     def batches(self, spec: BatchSpec, size: int, num_batches: int = 1) -> Iterator[Batch]:
         """Make each batch when it is asked for: as in training, only one exists at a time.

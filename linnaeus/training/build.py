@@ -66,6 +66,11 @@ def check_before_data(
         raise ConfigError(
             "TRAIN.SYNC_BATCHNORM: True, but SyncBatchNorm needs an accelerator; set it False on the CPU"
         )
+    if config.VALIDATE_EVERY_STEPS is not None and config.VALIDATE_EVERY != 1:
+        raise ConfigError(
+            f"TRAIN.VALIDATE_EVERY: {config.VALIDATE_EVERY} epochs and TRAIN.VALIDATE_EVERY_STEPS "
+            f"{config.VALIDATE_EVERY_STEPS}; set one of them"
+        )
     check_noise_scale(config.NOISE_SCALE, world.world_size * micro_batches_held(config))
 
 
@@ -93,6 +98,7 @@ class Assembly(TrainingState):
     Attributes:
         freezing: what does not train, or not yet.
         weights: one line that says which weights the model started with.
+        best_metric: TRAIN.BEST_METRIC.
     """
 
     metrics: ClassificationMetrics
@@ -100,11 +106,12 @@ class Assembly(TrainingState):
     validation_step: ValidationStep
     freezing: Freezing
     weights: str
+    best_metric: str | None = None
 
     @property
     def headline(self) -> str:
         """The metric that decides which checkpoint is best."""
-        return headline(self.metrics.names, self.criterion)
+        return self.best_metric or headline(self.metrics.names, self.criterion)
 
 
 def assemble(
@@ -176,11 +183,16 @@ def assemble(
     if ema is not None:
         callbacks["EMA"] = ema
     metrics = ClassificationMetrics(taxonomy).to(device)
-    if (wanted := config.EARLY_STOPPING.METRIC) not in (None, *metrics.names):
-        raise ConfigError(
-            f"TRAIN.EARLY_STOPPING.METRIC: the validation of this run has no {wanted!r}; it has "
-            f"{', '.join(metrics.names)}"
-        )
+    watched = {
+        "TRAIN.BEST_METRIC": config.BEST_METRIC,
+        "TRAIN.EARLY_STOPPING.METRIC": config.EARLY_STOPPING.METRIC,
+    }
+    if problems := [
+        f"{key}: the validation of this run has no {wanted!r}; it has {', '.join(metrics.names)}"
+        for key, wanted in watched.items()
+        if wanted not in (None, *metrics.names)
+    ]:
+        raise ConfigError(problems)
     scaler = torch.amp.GradScaler(device.type, enabled=config.AMP == "fp16")
     precision = build_precision(config, device, data.on_device)
     return Assembly(
@@ -207,6 +219,7 @@ def assemble(
         ),
         freezing=freezing,
         weights=weights,
+        best_metric=config.BEST_METRIC,
     )
 
 
@@ -247,7 +260,7 @@ def plan_facts(
         max_micro_batch_size, world_size, num_samples, min_steps_per_epoch: as in `Facts`.
     """
     learning_rate, weight_decay = peak_values(assembly.optimizer)
-    with assembly.freezing.unfrozen(only_if=assembly.freezing.ends_within(config.EPOCHS)):
+    with assembly.freezing.unfrozen(only_if=assembly.freezing.ends_within(config.most_epochs)):
         batchnorm = batchnorm_kind(assembly.model)
         is_kept = "backbone" in getattr(
             assembly.model, "always_eval", ()

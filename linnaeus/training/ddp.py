@@ -100,25 +100,21 @@ class BatchNormBroadcast:
 
 
 @torch.no_grad()
-def distribute_batchnorm(
-    model: nn.Module, ema_module: nn.Module | None, world: World, how: str
-) -> None:
-    """Make the running statistics equal on all ranks. Every rank must call this.
+def distribute_batchnorm(model: nn.Module, ema_module: nn.Module | None, world: World) -> None:
+    """Average the running statistics over the ranks. Every rank must call this.
 
-    All ranks then validate one and the same model, the one that a checkpoint of rank 0 holds. The statistics
-    of the average are rank 0's in both modes: the average of each rank follows the statistics of that rank
-    and drifts from the others, and only that of rank 0 is in a checkpoint, to resume from.
+    All ranks then validate one and the same model, the one that a checkpoint of rank 0 holds. The average
+    of the weights takes the statistics of rank 0: each rank's average follows the statistics of that rank
+    and drifts from the others, and a checkpoint holds only that of rank 0, to resume from.
 
     Args:
         model: without DistributedDataParallel.
         ema_module: the average of its weights; None without EMA.
         world: the ranks; if there is only one, nothing happens.
-        how: `reduce` averages the model's statistics over the ranks, `broadcast` takes those of rank 0,
-            `none` leaves all as it is.
     """
-    if how == "none" or not world.is_distributed:
+    if not world.is_distributed:
         return
-    _replace_statistics(model, world.mean if how == "reduce" else _of_main)
+    _replace_statistics(model, world.mean)
     if ema_module is not None:
         _replace_statistics(ema_module, _of_main)
 

@@ -174,7 +174,7 @@ class Schedule:
         return {name: state[name] for name in _PLATEAU_STATE}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, same_metric: bool = True) -> None:
-        """Continue from what `state_dict` gave; of another metric, with the learning rate alone."""
+        """Restore a `state_dict`; of another metric, the learning rate alone."""
         if self._plateau is not None and state is not None:
             self._plateau.load_state_dict(dict(state) if same_metric else {})
             self._plateau.optimizer.param_groups[0]["lr"] = state["_last_lr"][0]

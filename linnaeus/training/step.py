@@ -40,6 +40,8 @@ class TrainStep:
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
         callbacks: called at the moments of the step, by key.
         state: their argument; the trainer sets it before each step.
+        measures_norm: whether to measure the norm of the gradient where it is not clipped.
+        grad_norm: norm of the whole gradient of the last step, before clipping; None where not measured.
         averages_gradients: whether the last backward pass averages the gradients over the ranks; a callback
             that does so itself sets it to False in `on_step_start`.
         is_updating: whether parameters, optimizer, loss scale or average are changing. After a step that
@@ -54,6 +56,8 @@ class TrainStep:
     clip_grad_norm: float | None = None
     callbacks: dict[str, Any] = field(default_factory=dict)
     state: CallbackState | None = None
+    measures_norm: bool = field(default=False, init=False)
+    grad_norm: Tensor | None = field(default=None, init=False)
     averages_gradients: bool = field(default=True, init=False)
     is_updating: bool = field(default=False, init=False)
 
@@ -107,7 +111,13 @@ class TrainStep:
             _average_gradients(of_loss, self.model.process_group)
         if self.clip_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_([*self.model.parameters(), *of_loss], self.clip_grad_norm)
+            parameters = [*self.model.parameters(), *of_loss]
+            self.grad_norm = nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
+        elif self.measures_norm:
+            self.scaler.unscale_(self.optimizer)
+            parameters = [*self.model.parameters(), *of_loss]
+            gradients = [each.grad for each in parameters if each.grad is not None]
+            self.grad_norm = nn.utils.get_total_norm(gradients)
         self.is_updating = True
         scale = self._scale()
         self.scaler.step(self.optimizer)

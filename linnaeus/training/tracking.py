@@ -131,7 +131,7 @@ class _TensorBoardTracker(Tracker):
 
 
 class _MlflowTracker(Tracker):
-    """The active run of MLflow; that of an earlier process is found by its tag.
+    """The active run of MLflow; a tag finds the run of an earlier process.
 
     MLflow takes no metric back: where steps are repeated, it has their values twice.
     """
@@ -184,7 +184,7 @@ def start_tracking(
 
     Args:
         node: the node EXPERIMENT.
-        run_id: of the run; that of an earlier process continues its W&B run or MLflow run.
+        run_id: of the run; the same id continues the W&B run or MLflow run of an earlier process.
         folder: of the run.
         config: the resolved configuration.
         num_steps: optimizer steps done so far.

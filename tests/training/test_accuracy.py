@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import balanced_accuracy_score, f1_score
 
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.runtime.distributed import World
@@ -69,12 +70,17 @@ def computed_by_hand():
         hits = best_first == targets[:, level, None]
         values[f"top1/{name}"] = hits[known, :1].any(1).mean()
         values[f"top5/{name}"] = hits[known, :5].any(1).mean()
+        labels, predicted = targets[known, level], best_first[known, 0]
+        values[f"macro/{name}"] = balanced_accuracy_score(labels, predicted)
+        present = np.unique(labels)  # as `evaluate` does
+        values[f"f1/{name}"] = f1_score(labels, predicted, labels=present, average="macro")
     del values["top5/family"]
     parents = np.array(PARENTS)[logits[1].argmax(1)]
     values["consistent"] = (parents == logits[0].argmax(1)).mean()
     return values
 
 
+@pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")
 @pytest.mark.parametrize("batch_size", [1, 4, NUM_SAMPLES])
 def test_values_against_numpy_for_any_batches_since_the_reset(batch_size):
     metrics = ClassificationMetrics(make_taxonomy())
@@ -84,6 +90,7 @@ def test_values_against_numpy_for_any_batches_since_the_reset(batch_size):
     expected = computed_by_hand()
     assert all(0 < value < 2 for value in expected.values())
     assert computed(metrics) == pytest.approx(expected, rel=1e-6)
+    assert expected["macro/species"] != expected["top1/species"], "classes are not uneven"
 
 
 @pytest.mark.parametrize(("num_classes", "has_top5"), [(5, False), (6, True)])

@@ -48,13 +48,13 @@ def work(rank, folder):
                 results |= gradients(world)
                 results |= validations(world)
                 if world_size == 3:
-                    results["three"] = distributed(world, "reduce")
+                    results["three"] = distributed(world)
                     results["state"] = transferred(world)
                     results |= {("passes", how): two_passes(world, how) for how in WRAPPERS}
                 if world_size == 2:
                     results |= metrics_of_seven_levels(world)
                     results["sets"] = fill_sets(ClassificationMetrics(SETS), rank, 2).compute(world)
-                    results |= {how: distributed(world, how) for how in WAYS}
+                    results["distributed"] = distributed(world)
                     results |= {
                         ("stops", stops): trained(world, stops=stops) for stops in (False, True)
                     }
@@ -276,7 +276,7 @@ def test_two_processes_compute_the_metrics_of_one(ranks):
         fill(alone, rank, 2)
     expected = alone.compute(World(CPU))
     assert expected is not None
-    assert len(expected) == 1 + 7 + 5
+    assert len(expected) == 1 + 3 * 7 + 5
     for rank in (0, 1):
         assert ranks[rank]["values"] == expected
         assert ranks[rank]["again"] == expected, "the metrics keep their own states"
@@ -425,8 +425,6 @@ def test_ranks_measure_the_norms_of_their_own_gradients_and_of_the_mean(
 
 # --- BatchNorm's running statistics ---
 
-WAYS = ("reduce", "broadcast", "none")
-
 
 def normalised():
     torch.manual_seed(0)
@@ -447,15 +445,15 @@ def statistics(module):
     return torch.cat([buffer.flatten() for buffer in found]).clone()
 
 
-def distributed(world, how):
+def distributed(world):
     """The statistics of a model and of another in the place of its average: before, after, after it again."""
     model, average = normalised(), normalised()
     for module, number in ((model, 0), (average, 1)):
         module(make_batch(world.rank, number).inputs)
     before = [statistics(module) for module in (model, average)]
-    collectives = num_collectives(lambda: distribute_batchnorm(model, average, world, how))
+    collectives = num_collectives(lambda: distribute_batchnorm(model, average, world))
     after = [statistics(module) for module in (model, average)]
-    distribute_batchnorm(model, average, world, how)
+    distribute_batchnorm(model, average, world)
     again = [statistics(module) for module in (model, average)]
     return {"before": before, "after": after, "again": again, "count": collectives}
 
@@ -472,7 +470,7 @@ def trained(world, *, stops):
                 part.load_state_dict(world.broadcast(part.state_dict()))
         step([make_batch(world.rank, 2 * number + micro) for micro in (0, 1)], 2)
     results = {"live": statistics(model)}
-    distribute_batchnorm(model, ema.module, world, "reduce")
+    distribute_batchnorm(model, ema.module, world)
     return results | {
         f"{kind} {k}": v
         for kind, m in (("", model), ("ema", ema.module))
@@ -480,24 +478,16 @@ def trained(world, *, stops):
     }
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_the_statistics_of_all_ranks_and_those_of_rank_0_for_the_average(ranks, how):
-    zero, one = (results[how] for results in ranks[:2])
+def test_statistics_are_averaged_and_rank_0_gives_those_of_the_ema(ranks):
+    zero, one = (results["distributed"] for results in ranks[:2])
     before = torch.stack([zero["before"][0], one["before"][0]])
     assert (before[0] - before[1]).abs().max() > 0.01
-    expected = {
-        "reduce": before.mean(0).expand(2, -1),
-        "broadcast": before[:1].expand(2, -1),
-        "none": before,
-    }
     after = torch.stack([zero["after"][0], one["after"][0]])
-    torch.testing.assert_close(after, expected[how])
-    assert torch.equal(after[0], after[1]) is (how != "none")
+    torch.testing.assert_close(after, before.mean(0).expand(2, -1))
+    assert torch.equal(after[0], after[1])
     assert torch.equal(zero["after"][1], zero["before"][1])
-    assert torch.equal(one["after"][1], one["before"][1] if how == "none" else zero["before"][1])
-    assert (
-        zero["count"] == one["count"] == (0 if how == "none" else 2)
-    )  # one collective for each model
+    assert torch.equal(one["after"][1], zero["before"][1])
+    assert zero["count"] == one["count"] == 2, "one collective for each model"
 
 
 def test_distributing_again_changes_no_bit(ranks):

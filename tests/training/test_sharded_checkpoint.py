@@ -102,7 +102,7 @@ def save(
     content: dict[str, Any] = {"state": state.state_dict()}
     if world.is_distributed:
         assert state.ema is not None
-        distribute_batchnorm(state.model, state.ema.module, world, "broadcast")
+        distribute_batchnorm(state.model, state.ema.module, world)
         content = checkpoints.save_shards(state.state_dict(), step, world)
     if world.is_main:
         checkpoints.save(whole(step=step) | content, **options)
@@ -550,7 +550,7 @@ def states_by_step(rank: int, folder: str, num_steps: int) -> None:
         for step in range(num_steps):
             train(state, world, range(step, step + 1))
             assert state.ema is not None
-            distribute_batchnorm(state.model, state.ema.module, world, "broadcast")
+            distribute_batchnorm(state.model, state.ema.module, world)
             state_of_step = full(state)
             if world.is_main:
                 torch.save(state_of_step, Path(folder) / f"step{step + 1}.pt")

@@ -276,10 +276,10 @@ def _file(output: Path, ending: str) -> Path:
 
 def _logged(session: Session, data: EvaluationData) -> dict[str, float] | None:
     """The metrics of training in the checkpoint; None where they are not of this data and state."""
-    progress, own = session.trained.content["progress"], session.own.TRAIN
-    is_last = progress["epoch"] == own.EPOCHS
-    was_validated = is_last or progress["epoch"] % own.VALIDATE_EVERY == 0
-    is_comparable = session.is_own_dataset and not data.num_left_out and not progress["samples"]
+    progress, own = session.trained.content["progress"], session.own
+    is_whole = own.DATA.LIMIT_VAL_SAMPLES is None and own.TRAIN.OVERFIT_BATCHES is None
+    is_comparable = session.is_own_dataset and not data.num_left_out and is_whole
+    was_validated = progress["validated"] == progress["step"]
     return progress["metrics"] or None if is_comparable and was_validated else None
 
 
