@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from linnaeus.config.schema import DistConfig, TrainConfig
 from linnaeus.data.bundle import DataBundle, dataset_length, training_targets
 from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
-from linnaeus.models.file_backed import FileBacked
 from linnaeus.models.freeze import Freezing, build_freezing
 from linnaeus.models.lora import check_lora
 from linnaeus.models.timm_source import find_source
@@ -126,14 +124,13 @@ def assemble(
     """
     device, taxonomy = world.device, data.taxonomy
     shards = sharding if sharding is not None and shards_model(sharding, world) else None
-    with nullcontext() if shards is None else FileBacked() as values:
-        model, weights = build_model(
-            model_node,
-            taxonomy=taxonomy,
-            in_chans=data.in_chans,
-            img_size=data.img_size,
-            load_weights=load_weights,
-        )
+    model, weights = build_model(
+        model_node,
+        taxonomy=taxonomy,
+        in_chans=data.in_chans,
+        img_size=data.img_size,
+        load_weights=load_weights,
+    )
     check_loss_takes_outputs(loss_node, model)
     freezing = build_freezing(model_node, model, config.UNFREEZE_EPOCH)
     freezing.freeze()
@@ -143,14 +140,14 @@ def assemble(
         # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
         timm.layers.convert_sync_batchnorm(model)
     average, callbacks = None, dict[str, Any]()
-    if shards is not None and values is not None:
+    if shards is not None:
         for split in (data.val, data.test):
             if split is not None and (length := dataset_length(split)) < world.world_size:
                 raise ConfigError(
                     f"DIST.SHARDING: {shards.SHARDING!r} needs a validation sample for each of "
                     f"{world.world_size} processes, but there are {length}; start fewer"
                 )
-        average = shard(model, values, shards, world, with_average=config.EMA.ENABLED)
+        average = shard(model, shards, world, with_average=config.EMA.ENABLED)
         callbacks["BatchNorm"] = BatchNormBroadcast()
     else:
         memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
