@@ -257,7 +257,7 @@ def saved_spec(value: str) -> Mapping[str, Any]:
     """
     path = find_file(value)
     try:
-        return _exported_spec(path) if path.suffix == ".safetensors" else _spec(_load(path))
+        return _spec(read_export(path) if path.suffix == ".safetensors" else _load(path))
     except Exception:  # reading the weights says so
         return {}
 
@@ -280,10 +280,7 @@ def _read(path: Path) -> Any:
     """The content of a file; that of an export of Linnaeus is like a checkpoint's."""
     try:
         if path.suffix == ".safetensors":
-            tensors, spec = safetensors.torch.load_file(path), _exported_spec(path)
-            if not spec:
-                return tensors
-            return {"model_spec": spec, "progress": {}, "state": {"model": tensors}}
+            return read_export(path) or safetensors.torch.load_file(path)
         content = _load(path)
         if is_checkpoint(content) and "shards" in content:
             content["state"] = ShardsReader(path, content["shards"]).read_whole(content["state"])
@@ -318,12 +315,24 @@ def _refused(path: Path) -> str:
     return "not written by torch.save, or it holds more than tensors and plain values"
 
 
-def _exported_spec(path: Path) -> dict[str, Any]:
-    """The `ModelSpec` in the header of an export of Linnaeus; empty for other files."""
+def read_export(path: Path) -> dict[str, Any] | None:
+    """The entries of a file of `linnaeus export`, as a checkpoint has them; None for another file.
+
+    The header may hold anything: errors are those of JSON and of mappings.
+    """
     with safetensors.safe_open(path, "pt") as file:
         header = (file.metadata() or {}).get("linnaeus")
-    spec = {} if header is None else json.loads(header)["spec"]
-    return spec if isinstance(spec, dict) else {}
+        if header is None:
+            return None
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    description = json.loads(header)
+    train = {"AMP": "off", "CHANNELS_LAST": False} | description.get("precision", {})
+    return {
+        "model_spec": description["spec"],
+        "config": {"TRAIN": train},
+        "progress": {},
+        "state": {"model": weights},
+    }
 
 
 def load_backbone(

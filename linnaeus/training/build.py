@@ -30,6 +30,7 @@ from linnaeus.training.accuracy import ClassificationMetrics, headline
 from linnaeus.training.checkpoint import TrainingState
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.ddp import BatchNormBroadcast
+from linnaeus.training.distill import build_distillation, check_teacher
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import (
     SingleLevel,
@@ -59,6 +60,7 @@ def check_before_data(
     if not is_target(model):
         find_source(model.NAME)
         check_lora(model, config.UNFREEZE_EPOCH)
+        check_teacher(model.TEACHER)
     check_optimizer_name(optimizer)
     if config.SYNC_BATCHNORM and world.is_distributed and world.device.type == "cpu":
         raise ConfigError(
@@ -84,6 +86,7 @@ class Assembly(TrainingState):
     Attributes:
         freezing: what does not train, or not yet.
         weights: one line that says which weights the model started with.
+        teacher: one line on the teacher; None without.
     """
 
     metrics: ClassificationMetrics
@@ -91,6 +94,7 @@ class Assembly(TrainingState):
     validation_step: ValidationStep
     freezing: Freezing
     weights: str
+    teacher: str | None = None
 
     @property
     def headline(self) -> str:
@@ -160,6 +164,7 @@ def assemble(
             f"DIST.SHARDING: {shards.SHARDING!r} does not go with the trainable parameters of "
             f"{loss_node['_target_']} (LOSS); set none, or put the parameters into the model"
         )
+    distillation, teacher = build_distillation(model_node, loss_node, data, device)
     with freezing.unfrozen(only_if=freezing.keeps_optimizer_state):
         optimizer = build_optimizer(optimizer_node, model, trainable_parameters(criterion))
     ema = Ema(model, config.EMA.DECAY, average) if config.EMA.ENABLED else None
@@ -187,6 +192,7 @@ def assemble(
             scaler=scaler,
             precision=precision,
             clip_grad_norm=config.CLIP_GRAD_NORM,
+            distillation=distillation,
             callbacks=callbacks,
         ),
         validation_step=ValidationStep(
@@ -197,6 +203,7 @@ def assemble(
         ),
         freezing=freezing,
         weights=weights,
+        teacher=teacher,
     )
 
 

@@ -154,7 +154,13 @@ def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> 
     if world.is_main:
         preprocessing = None if data.preprocessing is None else note
         sharding = sharding_sentence(assembly.model, config.DIST, world)
-        sentences = (weights, preprocessing, assembly.freezing.sentence, sharding)
+        sentences = (
+            weights,
+            assembly.teacher,
+            preprocessing,
+            assembly.freezing.sentence,
+            sharding,
+        )
         report_start(config, (*data.report, *sentences))
     loading = with_num_workers(config.DATA, data, world)
     return Setup(config, data, assembly, progress, loading)
