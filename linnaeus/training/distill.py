@@ -140,9 +140,11 @@ def _read_teacher(
     path = Path(name).expanduser()
     if path.exists():
         saved = read_run(path)
-        spec = saved.spec
-        colors = spec.preprocessing and (spec.preprocessing.mean, spec.preprocessing.std)
-        return saved.model, spec.taxonomy.levels if spec.taxonomy else (), colors
+        levels, images = (
+            () if saved.spec.taxonomy is None else saved.spec.taxonomy.levels,
+            saved.spec.preprocessing,
+        )
+        return saved.model, levels, images and (images.mean, images.std)
     source = find_source(name)
     cfg = dict(source.cfg)
     labels = cfg.get("label_names")

@@ -15,9 +15,10 @@ from linnaeus.config.schema import LossConfig, ModelConfig
 from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.runtime.errors import ConfigError
+from linnaeus.size_search.searches import find_sizes
 from linnaeus.training.distill import Distillation, build_distillation, check_teacher
-from tests.helpers.runs import SMALL, assert_same_bits, weights
 from tests.helpers.ledger import limit_with_room_for
+from tests.helpers.runs import SMALL, assert_same_bits, weights
 from tests.helpers.searches import prepared
 from tests.helpers.trained import BIRDS, ONE_LEVEL, PLAIN, save_run, spec_of
 
