@@ -112,8 +112,8 @@ class TrainedRun:
         """Return the most probable classes of each image.
 
         Args:
-            images: one image, or several: paths, Pillow images, arrays [H, W] or [H, W, C] of uint8, tensors
-                [C, H, W] of uint8 or of fractions in [0, 1]; or an array or tensor of several.
+            images: one image, or several: paths, Pillow images, arrays or tensors of uint8 [H, W], [C, H, W]
+                or [H, W, C]; or an array or tensor of several.
             options: `top`, `path`, `threshold`, `tta`, `features` and `batch_size` of `Predictor`.
 
         Raises:

@@ -48,13 +48,9 @@ class Source:
     @property
     def origin(self) -> str:
         """The weights, for people."""
-        if self.kind:
-            return f"{self.name} ({self.architecture})"
-        tag, hub = self.cfg.get("tag"), self.cfg.get("hf_hub_id")
-        name = f"{self.architecture}.{tag}" if tag else self.architecture
-        return (
-            f"timm {name} ({f'hub {hub}' if hub else self.cfg.get('url') or self.cfg.get('file')})"
-        )
+        names = (self.cfg.get(key) for key in ("hf_hub_id", "url", "file"))
+        place = self.architecture if self.kind else next(filter(None, names), "timm")
+        return f"{self.name} ({place})"
 
 
 def find_source(name: str, key: str = "MODEL.NAME") -> Source:
@@ -108,12 +104,7 @@ def _listed(name: str, key: str) -> Source:
 def _tags(architecture: str) -> str:
     """The names with weights, for an error."""
     names = timm.list_models(architecture, pretrained=True)
-    if names:
-        return f"there are weights for {', '.join(names)}"
-    close = difflib.get_close_matches(
-        architecture, timm.list_models(pretrained=True), n=3, cutoff=0.3
-    )
-    return f"there are none for {architecture!r}, but for {', '.join(close)}"
+    return f"there are weights for {', '.join(names) or 'none of its kind'}"
 
 
 def check_weights_exist(source: Source, key: str = "MODEL.PRETRAINED: True") -> None:

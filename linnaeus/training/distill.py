@@ -140,11 +140,8 @@ def _read_teacher(
     path = Path(name).expanduser()
     if path.exists():
         saved = read_run(path)
-        levels, images = (
-            () if saved.spec.taxonomy is None else saved.spec.taxonomy.levels,
-            saved.spec.preprocessing,
-        )
-        return saved.model, levels, images and (images.mean, images.std)
+        taxonomy, look = saved.spec.taxonomy, saved.spec.preprocessing
+        return saved.model, taxonomy.levels if taxonomy else (), look and (look.mean, look.std)
     source = find_source(name)
     cfg = dict(source.cfg)
     labels = cfg.get("label_names")

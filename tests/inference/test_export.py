@@ -12,10 +12,9 @@ import torch
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.inference.export import formats
 from linnaeus.inference.export import run as export_module
-from linnaeus.inference.export.check import samples_of
 from linnaeus.inference.trained import load_run
 from linnaeus.runtime.errors import ConfigError, LinnaeusError
-from tests.helpers.trained import BIRDS, Flat, picture, save_run, spec_of, write_images
+from tests.helpers.trained import BIRDS, Flat, picture, save_run, spec_of
 
 
 def run_of(folder, name="test_resnet", config=None, **spec):
@@ -113,7 +112,6 @@ def test_networks_of_timm_as_computations(name, tmp_path):
 def test_a_program_gives_probabilities(tmp_path):
     run = flat_run(tmp_path / "run")
     exported = run.export("torch-export", tmp_path / "out" / "birds.pt2")
-    assert "noise" in exported.origin
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["birds.pt2"]
     batch = torch.rand(1, 3, 4, 4)
     expected = {level: logits.softmax(1) for level, logits in outputs_of(run, batch).items()}
@@ -230,22 +228,6 @@ def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
     with pytest.raises(LinnaeusError, match="'species'"):
         run.export(format, tmp_path / "out" / export_module.NAMES[format])
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_the_images_of_a_check(tmp_path):
-    data = write_images(tmp_path / "data", 20)
-    data[3].unlink()
-    folder = save_run(tmp_path / "run", spec_of())
-    rows = "".join(f"{path},val,Passeriformes,Sitta\n" for path in data)
-    (folder / "split.csv").write_text(f"path,split,order,species\n{rows}")
-    run = load_run(folder, device="cpu")
-    samples = samples_of(run)
-    assert (samples.inputs.shape, str(folder) in samples.origin) == ((8, 3, 32, 32), True)
-    named = samples_of(run, [str(data[0])])
-    assert (len(named.inputs), named.origin.split()[-1]) == (2, "--images")
-    assert torch.equal(named.inputs[0], samples.inputs[0])
-    data[0].write_text("damaged")
-    assert "noise" in samples_of(run).origin
 
 
 def test_packages_that_are_missing_are_named(birds, monkeypatch):

@@ -19,7 +19,7 @@ from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import LoraConfig
 from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.inference.export import FORMATS, OUTPUTS, formats
-from linnaeus.inference.export.check import Model, largest_difference, samples_of
+from linnaeus.inference.export.check import Model, largest_difference, random_inputs
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.models.lora import merged_weights
 from linnaeus.runtime.errors import ConfigError, DataError, LinnaeusError, first_line
@@ -43,7 +43,6 @@ class Exported:
     Attributes:
         path: the file, or timm's folder.
         num_bytes: size of all that was written.
-        origin: which images it was checked on, in words.
         difference: the largest difference between its outputs and the run's; None where only the weights
             could be compared, which are equal then.
         kind: what the outputs are: `probabilities` or `logits`.
@@ -51,7 +50,6 @@ class Exported:
 
     path: Path
     num_bytes: int
-    origin: str
     difference: float | None
     kind: str
 
@@ -63,7 +61,6 @@ def export_run(
     *,
     outputs: str = "probabilities",
     level: str | None = None,
-    images: Iterable[str] = (),
     opset: int | None = None,
     half: bool = False,
     preprocessing: bool = False,
@@ -78,7 +75,6 @@ def export_run(
         outputs: `probabilities` or `logits`, for ONNX and torch.export; in place of logits, a marginal head
             gives log-probabilities.
         level: whose head becomes timm's classifier; None is the finest.
-        images: files, folders and patterns to check the result on; none takes some of the validation split.
         opset: version of ONNX's operators; None is the exporter's own.
         half: weights and arithmetic in float16, for ONNX and torch.export; inputs and outputs stay as they
             are.
@@ -123,35 +119,32 @@ def export_run(
     chosen = formats.check_level(run, level) if format == "timm" else ""
     kind = outputs if is_program and run.classes else "logits"
     try:
-        samples = samples_of(run, images)
+        inputs = random_inputs(run)
     except DataError:
-        if format != "safetensors" or images:
+        if format != "safetensors":
             raise
-        samples = None
+        inputs = None
     reference = _reference(run, kind)
     run = _merged(run)
     with _appearing(path, is_folder=format == "timm") as temporary:
         if is_program:
-            assert samples is not None
-            model = _write_program(
-                run, format, temporary, samples.inputs, kind, opset, half, preprocessing
-            )
+            assert inputs is not None
+            model = _write_program(run, format, temporary, inputs, kind, opset, half, preprocessing)
         else:
             model = _write(run, format, temporary, kind, chosen)
         difference = None
-        if samples is not None:
+        if inputs is not None:
             difference = largest_difference(
                 model,
                 (lambda inputs: {chosen: reference(inputs)[chosen]}) if chosen else reference,
-                samples.inputs,
+                inputs,
                 probabilities=kind == "probabilities",
                 half=half,
             )
         num_bytes = sum(
             file.stat().st_size for file in temporary.parent.rglob("*") if file.is_file()
         )
-    origin = "the weights alone" if samples is None else samples.origin
-    return Exported(path, num_bytes, origin, difference, kind)
+    return Exported(path, num_bytes, difference, kind)
 
 
 def _write(run: TrainedRun, format: str, path: Path, kind: str, level: str) -> Model:
