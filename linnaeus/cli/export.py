@@ -21,7 +21,6 @@ formats:
   safetensors     the weights; the description is in the header
   onnx            for onnxruntime and others; needs pip install 'linnaeus[export]'
   torch-export    for torch.export.load, without the model's code
-  timm            a folder for timm.create_model("local-dir:FOLDER", pretrained=True), with one level's head
 
 ONNX and torch.export files take images [B, C, H, W], normalised, with any B, and give probabilities [B,
 classes] for each level, by its name. If the outputs of file and run differ on random pixels, this is an error
@@ -30,7 +29,6 @@ and nothing is written.
 examples:
   linnaeus export runs/birds --format onnx --output birds.onnx
   linnaeus export runs/birds --format onnx --preprocessing --half --opset 20
-  linnaeus export runs/birds --format timm --output birds_timm --level species
   linnaeus export runs/birds --format torch-export
 
 exit codes: 0 done, 1 it cannot be exported so, or gives other outputs, 2 option, 130 Ctrl-C, 143 SIGTERM
@@ -43,15 +41,13 @@ class ExportOptions(RunOptions):
 
     format: str = choice("kind of file", FORMATS, "")
     output: Path | None = option(
-        "file, or folder for timm; one that is there is replaced; default: "
-        "export/model.<ending> or export/timm in the run's folder",
+        "file; one that is there is replaced; default: export/model.<ending> in the run's folder",
         "FILE",
         Path,
     )
     outputs: str = choice(
         "what ONNX and torch.export files give; default probabilities", OUTPUTS, "probabilities"
     )
-    level: str | None = option("level whose head timm gets; default: the finest", "NAME")
     opset: int | None = option(
         "version of ONNX's operators; default: the exporter's own", "N", read_count
     )
@@ -103,7 +99,6 @@ def run(options: ExportOptions) -> int:
             options.format,
             options.output,
             outputs=options.outputs,
-            level=options.level,
             opset=options.opset,
             half=options.half,
             preprocessing=options.preprocessing,
@@ -122,5 +117,8 @@ PARSER = CommandParser(
     words="RUN --format FORMAT [options]",
     description=DESCRIPTION,
     details=DETAILS,
-    gone={"--images": "is gone; leave it out: the check needs no images"},
+    gone={
+        "--images": "is gone; leave it out: the check needs no images",
+        "--level": "is gone; docs/export.md shows how to make a folder for timm from a safetensors file",
+    },
 )

@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import safetensors
-import timm
 import torch
 
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
@@ -133,49 +132,6 @@ def test_a_marginal_head_as_a_computation(tmp_path):
 
 
 BIAS = ("heads.1.bias", "layers.species.bias")
-CASES = {
-    "vit with a tag, another size": ("test_vit.r160_in1k", {"size": (48, 32)}),
-    "convnext, grey": ("test_convnext", {"channels": 1}),
-    "letterbox": (
-        "test_resnet",
-        {"resizing": {"interpolation": "bicubic", "resize": "letterbox"}},
-    ),
-    "squash": ("test_resnet", {"resizing": {"interpolation": "bilinear", "resize": "squash"}}),
-    "own arguments": ("test_vit", {"KWARGS": {"global_pool": "avg", "patch_size": 8}}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_plain_timm_loads_its_folder(case, tmp_path):
-    name, arguments = CASES[case]
-    run = run_of(tmp_path / "run", name, **arguments)
-    model = timm.create_model(f"local-dir:{run.export('timm').path}", pretrained=True).eval()
-    assert list(model.pretrained_cfg["label_names"]) == list(run.classes["species"])
-    size = (run.spec.in_chans or 0, *(run.spec.img_size or ()))
-    batch = torch.randn(2, *size)
-    with torch.no_grad():
-        assert torch.allclose(model(batch), outputs_of(run, batch)["species"], rtol=1e-4, atol=1e-4)
-    data, preprocessing = timm.data.resolve_model_data_config(model), run.spec.preprocessing
-    assert preprocessing is not None
-    assert tuple(data["input_size"]) == size
-    assert (tuple(data["mean"]), tuple(data["std"])) == (preprocessing.mean, preprocessing.std)
-    assert (data["crop_pct"], data["interpolation"]) == (0.9, preprocessing.interpolation)
-    modes = {"letterbox": "border", "squash": "squash"}
-    assert data["crop_mode"] == modes.get(preprocessing.resize, "center")
-
-
-def test_timm_takes_the_head_of_another_level(birds, tmp_path):
-    folder = birds.export("timm", tmp_path / "out", level="order").path
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["label_names"], config["linnaeus"]["level"]) == (
-        list(BIRDS.levels[0].classes),
-        "order",
-    )
-    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    batch = torch.randn(3, 3, 32, 32)
-    with torch.no_grad():
-        assert torch.allclose(model(batch), outputs_of(birds, batch)["order"], rtol=1e-4, atol=1e-4)
-    birds.export("timm", folder)  # replaces its own files
 
 
 def test_weights_of_a_model_of_ones_own(tmp_path):
@@ -204,13 +160,13 @@ def test_onnx_gives_logits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "format", ["safetensors", pytest.param("onnx", marks=pytest.mark.slow), "torch-export", "timm"]
+    "format", ["safetensors", pytest.param("onnx", marks=pytest.mark.slow), "torch-export"]
 )
 def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
     birds, tmp_path, monkeypatch, format
 ):
     """A negative control: what is written is the model with one weight changed."""
-    run = birds if format in ("timm", "safetensors") else flat_run(tmp_path / "run")
+    run = birds if format == "safetensors" else flat_run(tmp_path / "run")
     name = "_write_program" if format in ("onnx", "torch-export") else "_write"
     real = getattr(export_module, name)
 

@@ -72,12 +72,6 @@ def untraceable():
     return run_of("own", spec_of(node=node, size=(4, 4)))
 
 
-def other_head():
-    run = run_of("heads", spec_of())
-    run.model.heads = nn.Sequential(nn.Linear(4, 2), nn.Linear(4, 5))
-    return run
-
-
 levels = functools.partial(log_probabilities_of, taxonomy=ONE_LEVEL, are_logs=False)
 
 
@@ -135,21 +129,15 @@ MISTAKES = {
     ),
     "export: pixels of tensors": lambda: tensors().export("torch-export", preprocessing=True),
     "export: format": lambda: birds().export("tflite"),
-    "export: level": lambda: birds().export("timm", level="genus"),
-    "export: level of another format": lambda: birds().export("onnx", level="order"),
-    "export: a file for a folder": lambda: birds().export("timm", written("file")),
     "export: ending": lambda: birds().export("safetensors", "model.pt"),
     "export: folder in use": lambda: [
-        Path("full").mkdir(),
-        written("full/notes.txt"),
-        birds().export("timm", "full"),
+        Path("full.pt2").mkdir(),
+        birds().export("torch-export", "full.pt2"),
     ],
-    "export: own class with timm": lambda: untraceable().export("timm"),
     "export: code in an argument of safetensors": lambda: run_of(
         "nested", spec_of(node=NESTED, size=(4, 4))
     ).export("safetensors"),
     "export: not traceable": lambda: untraceable().export("torch-export"),
-    "export: head": lambda: other_head().export("timm"),
     "export: no shape": lambda: run_of(
         "linear",
         replace(
