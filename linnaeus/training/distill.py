@@ -25,7 +25,7 @@ from linnaeus.models.timm_source import (
     find_source,
     unusable_weights_error,
 )
-from linnaeus.runtime.errors import ConfigError, LinnaeusError, first_line
+from linnaeus.runtime.errors import ConfigError, LinnaeusError, TrustError, first_line
 from linnaeus.training.losses import logits_per_level
 from linnaeus.training.saved_run import read_run
 
@@ -104,8 +104,13 @@ def build_distillation(
     try:
         with preserved_generators():
             teacher, levels, colors = _read_teacher(name, data, Level(taxonomy.names[-1], ()))
+    except TrustError as error:
+        raise ConfigError(
+            f"{problem} is a run with a model of its own; name one of timm's, or a run of one"
+        ) from error
     except LinnaeusError as error:
-        raise ConfigError(f"{problem} cannot be used: {error}") from error
+        reasons = "; ".join(getattr(error, "problems", [str(error)]))
+        raise ConfigError(f"{problem} cannot be used: {reasons}") from error
     both = (_classes(each) for each in (levels, taxonomy.levels))
     for theirs, ours in zip_longest(*both, fillvalue="nothing"):
         if theirs != ours:

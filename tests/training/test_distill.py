@@ -20,7 +20,7 @@ from linnaeus.training.distill import Distillation, build_distillation, check_te
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL, assert_same_bits, weights
 from tests.helpers.searches import prepared
-from tests.helpers.trained import BIRDS, ONE_LEVEL, PLAIN, save_run, spec_of
+from tests.helpers.trained import BIRDS, ONE_LEVEL, PLAIN, save_checkpoint, save_run, spec_of
 
 CPU = torch.device("cpu")
 
@@ -120,6 +120,14 @@ def test_a_teacher_that_does_not_fit_is_refused(tmp_path, data, loss):
         built(folder, data, loss)
 
 
+def test_a_teacher_runs_no_code_of_its_file(tmp_path):
+    node = {"_target_": "pathlib.Path.touch", "self": str(tmp_path / "touched")}
+    save_checkpoint(tmp_path / "best.pt", spec_of(node=node), {"model": {"a": torch.ones(1)}})
+    with pytest.raises(ConfigError, match=r"MODEL\.TEACHER"):
+        built(tmp_path / "best.pt", data_of(BIRDS))
+    assert not (tmp_path / "touched").exists()
+
+
 @pytest.mark.parametrize("name", ["resnet1", "nowhere/best.pt", "test_resnet.nonsense", "vgg11x"])
 def test_an_unknown_teacher_is_refused_before_the_data(name):
     with pytest.raises(ConfigError, match=r"MODEL\.TEACHER"):
@@ -191,4 +199,3 @@ def test_autobatch_finds_a_smaller_size_beside_a_teacher(tmp_path):
     )
     assert (alone.limited_by, taught.limited_by) == ("memory", "memory")
     assert taught.batch_size < 0.9 * alone.batch_size
-    print(alone.batch_size, taught.batch_size)
