@@ -85,7 +85,7 @@ class Freezing:
         )
         return (
             f"frozen: {len(self._names)} of {len(sizes)} parameters "
-            f"({sum(map(sizes.get, self._names)):,} of {sum(sizes.values()):,} values){until}"
+            f"({sum(sizes[name] for name in self._names):,} of {sum(sizes.values()):,} values){until}"
         )
 
 
