@@ -173,7 +173,7 @@ def test_the_shown_file_trains_the_run_that_follows(page: str, tmp_path: Path) -
 
 
 def train_what_is_evaluated(line: str, desk: Path) -> None:
-    """Train the run of a command that evaluates one; nothing for another command."""
+    """Train the run that a command evaluates or learns from; nothing for another command."""
     if "evaluate" in shlex.split(line):
         own = [
             "DATA.DATASET.NAME=imagefolder",
@@ -181,6 +181,9 @@ def train_what_is_evaluated(line: str, desk: Path) -> None:
             "EXPERIMENT.NAME=birds",
         ]
         assert cli([*own, *SMALLER, *SMALL_MODEL]) == 0
+    if "MODEL.TEACHER=runs/birds" in line:
+        teacher = line.partition("EXPERIMENT.NAME")[0].split()[2:]
+        assert cli([*teacher, *SMALLER, *SMALL_MODEL, "EXPERIMENT.NAME=birds"]) == 0
 
 
 def tokens_of(line: str, desk: Path) -> list[str]:

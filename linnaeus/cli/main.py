@@ -41,7 +41,7 @@ COMMANDS = {
     "compare": "runs side by side: what differs, metrics and learning curves",
     "evaluate": "a trained run on labelled data: accuracy per level and class, calibration",
     "predict": "classes of images, by a trained run",
-    "export": "a trained run as safetensors, ONNX, torch.export or timm files",
+    "export": "a trained run as a safetensors, ONNX or torch.export file",
 }
 """The commands, each with what it does."""
 NOT_WITH_TORCHRUN = (

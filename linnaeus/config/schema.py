@@ -620,6 +620,11 @@ class ModelConfig:
         "start from the weights of another run (its folder), of one of its checkpoints, or of a file "
         "(.pt, .pth or .safetensors); null is random weights, unless PRETRAINED",
     )
+    TEACHER: str | None = key(
+        None,
+        "distill from this frozen model: a run (its folder, a checkpoint or an export), or a timm model "
+        "with weights; see LOSS.DISTILL_WEIGHT",
+    )
     FREEZE: Any = key(
         "none",
         "what does not train: `none`, `backbone`, or patterns of parameter names such as "
@@ -670,6 +675,10 @@ class LossConfig:
     LEVEL_WEIGHTS: list[float] | None = key(
         None, "weight of each level, coarse to fine; null is 1 each", ge=0
     )
+    DISTILL_WEIGHT: float = key(
+        0.5, "share of the teacher's soft targets in the loss, with MODEL.TEACHER", ge=0, le=1
+    )
+    DISTILL_TEMPERATURE: float = key(2.0, "temperature of the soft targets", gt=0)
 
 
 @dataclass

@@ -193,7 +193,7 @@ class SizeSearch:
             return predict(
                 train if mode == "train" else validate,
                 int,  # both make their own batches, one at a time: they take the size
-                state=self.assembly.state,
+                state=(*self.assembly.state, self.assembly.train_step.distillation),
                 mode=mode,
                 train_once=partial(train, _SAMPLES_BEFORE),
                 # Those of the wrapper that `linnaeus.training.ddp.wrap` makes.

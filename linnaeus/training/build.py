@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from linnaeus.config.schema import DistConfig, TrainConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
-from linnaeus.models.file_backed import FileBacked
 from linnaeus.models.freeze import Freezing, build_freezing
 from linnaeus.models.lora import check_lora
 from linnaeus.models.timm_source import find_source
@@ -32,6 +30,7 @@ from linnaeus.training.accuracy import ClassificationMetrics, headline
 from linnaeus.training.checkpoint import TrainingState
 from linnaeus.training.class_weights import class_statistics
 from linnaeus.training.ddp import BatchNormBroadcast
+from linnaeus.training.distill import build_distillation, check_teacher
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import (
     SingleLevel,
@@ -61,6 +60,7 @@ def check_before_data(
     if not is_target(model):
         find_source(model.NAME)
         check_lora(model, config.UNFREEZE_EPOCH)
+        check_teacher(model.TEACHER)
     check_optimizer_name(optimizer)
     if config.SYNC_BATCHNORM and world.is_distributed and world.device.type == "cpu":
         raise ConfigError(
@@ -99,6 +99,7 @@ class Assembly(TrainingState):
         freezing: what does not train, or not yet.
         weights: one line that says which weights the model started with.
         best_metric: TRAIN.BEST_METRIC.
+        teacher: one line on the teacher; None without.
     """
 
     metrics: ClassificationMetrics
@@ -107,6 +108,7 @@ class Assembly(TrainingState):
     freezing: Freezing
     weights: str
     best_metric: str | None = None
+    teacher: str | None = None
 
     @property
     def headline(self) -> str:
@@ -140,14 +142,13 @@ def assemble(
     """
     device, taxonomy = world.device, data.taxonomy
     shards = sharding if sharding is not None and shards_model(sharding, world) else None
-    with nullcontext() if shards is None else FileBacked() as values:
-        model, weights = build_model(
-            model_node,
-            taxonomy=taxonomy,
-            in_chans=data.in_chans,
-            img_size=data.img_size,
-            load_weights=load_weights,
-        )
+    model, weights = build_model(
+        model_node,
+        taxonomy=taxonomy,
+        in_chans=data.in_chans,
+        img_size=data.img_size,
+        load_weights=load_weights,
+    )
     check_loss_takes_outputs(loss_node, model)
     freezing = build_freezing(model_node, model, config.UNFREEZE_EPOCH)
     freezing.freeze()
@@ -157,14 +158,14 @@ def assemble(
         # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
         timm.layers.convert_sync_batchnorm(model)
     average, callbacks = None, dict[str, Any]()
-    if shards is not None and values is not None:
+    if shards is not None:
         for split in (data.val, data.test):
             if split is not None and (length := dataset_length(split)) < world.world_size:
                 raise ConfigError(
                     f"DIST.SHARDING: {shards.SHARDING!r} needs a validation sample for each of "
                     f"{world.world_size} ranks, but there are {length}; start fewer"
                 )
-        average = shard(model, values, shards, world, with_average=config.EMA.ENABLED)
+        average = shard(model, shards, world, with_average=config.EMA.ENABLED)
         callbacks["BatchNorm"] = BatchNormBroadcast()
     else:
         memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
@@ -177,6 +178,7 @@ def assemble(
             f"DIST.SHARDING: {shards.SHARDING!r} does not go with the trainable parameters of "
             f"{loss_node['_target_']} (LOSS); set none, or put the parameters into the model"
         )
+    distillation, teacher = build_distillation(model_node, loss_node, data, device)
     with freezing.unfrozen(only_if=freezing.keeps_optimizer_state):
         optimizer = build_optimizer(optimizer_node, model, trainable_parameters(criterion))
     ema = Ema(model, config.EMA.DECAY, average) if config.EMA.ENABLED else None
@@ -209,6 +211,7 @@ def assemble(
             scaler=scaler,
             precision=precision,
             clip_grad_norm=config.CLIP_GRAD_NORM,
+            distillation=distillation,
             callbacks=callbacks,
         ),
         validation_step=ValidationStep(
@@ -220,6 +223,7 @@ def assemble(
         freezing=freezing,
         weights=weights,
         best_metric=config.BEST_METRIC,
+        teacher=teacher,
     )
 
 

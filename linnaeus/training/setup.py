@@ -190,7 +190,14 @@ def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> 
         preprocessing = None if data.preprocessing is None else note
         sharding = sharding_sentence(assembly.model, config.DIST, world)
         uneven = uneven_classes(data, assembly.headline) if train.BEST_METRIC is None else None
-        sentences = (weights, preprocessing, assembly.freezing.sentence, sharding, uneven)
+        sentences = (
+            weights,
+            assembly.teacher,
+            preprocessing,
+            assembly.freezing.sentence,
+            sharding,
+            uneven,
+        )
         report_start(config, (*data.report, *sentences))
     loading = with_num_workers(config.DATA, data, world)
     return Setup(config, data, assembly, progress, loading)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from linnaeus.config.schema import DistConfig, TrainConfig
-from linnaeus.models.file_backed import FileBacked
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import ConfigError
 
@@ -131,13 +130,12 @@ def _matches(pattern: str, name: str, module: nn.Module) -> bool:
 
 
 def shard(
-    model: nn.Module, values: FileBacked, config: DistConfig, world: World, *, with_average: bool
+    model: nn.Module, config: DistConfig, world: World, *, with_average: bool
 ) -> nn.Module | None:
     """Shard a model in place, each rank keeping its part of every parameter on its device.
 
     Args:
-        model: on the CPU, the same on every rank, made inside of `values`.
-        values: computes the values of parameters, one at a time.
+        model: on the CPU, the same on every rank.
         config: the DIST node.
         world: several ranks.
         with_average: whether to make a second model with the same values, for EMA.
@@ -159,16 +157,13 @@ def shard(
         )
     sources = dict(model.named_parameters(remove_duplicate=False))
     _to_meta(model)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer if buffer is None else values.copy_of(buffer)
     average = deepcopy(model) if with_average else None
     mesh = make_mesh(config, world)
     for each in filter(None, (model, average)):
         _fully_shard(each, config, mesh)
         if world.device.type != "meta":
             device = torch.device("cpu") if config.CPU_OFFLOAD else world.device
-            _fill(each, lambda name: values.copy_of(sources[name]), device)
+            _fill(each, sources, device)
     return average
 
 
@@ -225,13 +220,13 @@ def _to_meta(model: nn.Module) -> None:
                 module._parameters[name] = replaced[parameter]
 
 
-def _fill(model: nn.Module, value_of: Callable[[str], Tensor], device: torch.device) -> None:
+def _fill(model: nn.Module, values: Mapping[str, Tensor], device: torch.device) -> None:
     """Give the parameters of a sharded model memory and their values by name: the part of this rank."""
     model._apply(
         lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
     )
     for name, parameter in model.named_parameters():
-        fill_part(parameter, value_of(name))
+        fill_part(parameter, values[name])
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.data.batch import Batch, batch_size
 from linnaeus.training.callbacks import CallbackState, MicroBatch, call_back
+from linnaeus.training.distill import Distillation
 from linnaeus.training.losses import trainable_parameters
 from linnaeus.training.precision import Precision
 
@@ -38,6 +39,7 @@ class TrainStep:
         criterion: its own parameters train too; the step averages their gradients over the ranks.
         scaler: scales the loss for float16; disabled for other formats.
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
+        distillation: adds a teacher's soft targets to the loss; None without.
         callbacks: called at the moments of the step, by key.
         state: their argument; the trainer sets it before each step.
         measures_norm: whether to measure the norm of the gradient where it is not clipped.
@@ -54,6 +56,7 @@ class TrainStep:
     scaler: torch.amp.GradScaler
     precision: Precision
     clip_grad_norm: float | None = None
+    distillation: Distillation | None = None
     callbacks: dict[str, Any] = field(default_factory=dict)
     state: CallbackState | None = None
     measures_norm: bool = field(default=False, init=False)
@@ -88,7 +91,11 @@ class TrainStep:
                 divisor = num_micro_batches if num_samples is None else num_samples / size
                 inputs, targets = self.precision.place(batch)
                 with self.precision.autocast():
-                    loss = self.criterion(self.model(inputs), targets)
+                    outputs = self.model(inputs)
+                    loss = self.criterion(outputs, targets)
+                    if self.distillation is not None:
+                        loss = self.distillation(loss, outputs, inputs)
+                    del outputs
                 if divisor != 1:
                     loss = loss / divisor
                 self.scaler.scale(loss).backward()

@@ -173,8 +173,8 @@ def _base(options: EvaluateOptions) -> File:
     file = folder / "config.yaml"
     if file.is_file():
         return read_run_config(file)
-    from linnaeus.inference.trained import find_checkpoint_file
     from linnaeus.training.checkpoint import load_checkpoint
+    from linnaeus.training.saved_run import find_checkpoint_file
 
     try:
         checkpoint = find_checkpoint_file(path, options.checkpoint or "best")
