@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from linnaeus.autobatch.finder import BatchSizeFinder
-from linnaeus.autobatch.observer import SearchObserver, check_observer
+from linnaeus.autobatch.observer import SearchObserver, check_observer, sized
 from linnaeus.autobatch.ranks.collectives import warm_up_collectives
 from linnaeus.autobatch.ranks.group import check_equal, joined_ranks, members
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
@@ -67,6 +67,7 @@ def auto_find_batch_size(
     start: int | None = SearchSettings.start,
     observer: SearchObserver | None = None,
     group: ProcessGroup | Literal[False] | None = None,
+    unit: str | None = None,
 ) -> AutoBatchResult:
     """Find the largest batch size that fits in `target_memory_fraction` of the memory, to within `tolerance`.
 
@@ -95,6 +96,7 @@ def auto_find_batch_size(
             fake groups of the same size. Then a joint step of all ranks, with the wrapper and its
             communication hooks, confirms the size. None is the default process group if one is initialised;
             False searches on this rank alone.
+        unit: of n in messages, such as "tokens", where `make_batch` counts something else than samples.
         target_memory_fraction and the others: settings of the search, as `SearchSettings` describes them.
 
     Raises:
@@ -123,13 +125,14 @@ def auto_find_batch_size(
             mode=mode,
             device=device,
             observer=observer,
+            unit=unit,
         )
         if control is None:
             with make_finder(settings, bounds=bounds) as finder:
                 return finder.find()
         bounds = _agreed_bounds(control, settings, mode, state, bounds or {})
         make_finder = partial(make_finder, bounds=bounds, neighbours=control.neighbours())
-        ranks = _GroupSearch(control, members(group), mode, state, settings, make_finder)
+        ranks = _GroupSearch(control, members(group), mode, state, settings, make_finder, unit)
         ranks.warm_up()
         return ranks.confirm(ranks.search())
 
@@ -144,6 +147,7 @@ class _GroupSearch:
     state: Sequence[Any]
     settings: SearchSettings
     make_finder: Callable[..., BatchSizeFinder]
+    unit: str | None = None
 
     def __post_init__(self) -> None:
         self.wrappers = wrappers_in(self.state)
@@ -167,13 +171,15 @@ class _GroupSearch:
         """Run the size found in a joint step of all ranks, if the model communicates."""
         if not self.wrappers and not is_sharded(self.state):
             return found
-        return confirm_jointly(found, self._joint_finder, self.search, self.status, self.settings)
+        return confirm_jointly(
+            found, self._joint_finder, self.search, self.status, self.settings, unit=self.unit
+        )
 
     def _finder(self, status: RankStatus, settings: SearchSettings) -> BatchSizeFinder:
         return self.make_finder(settings, before_trial=partial(self._begin_trial, status))
 
     def _begin_trial(self, status: RankStatus, size: int) -> None:
-        status.update(f"{self.mode}: trying batch size {size}")
+        status.update(f"{self.mode}: trying {sized(size, self.unit)}")
         self._renew()
 
     @contextmanager
