@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -172,13 +173,12 @@ def checked_costs(costs: Any) -> Tensor:
         is_whole = found.ndim == 1 and not found.is_floating_point() and found.dtype != torch.bool
     except (TypeError, ValueError, RuntimeError):  # texts, None, lists of different lengths
         is_whole = False
-    if not is_whole or not len(found) or found.min() < 1:
+    if not len(numbers):
+        raise ValueError("there are no costs: the dataset is empty; it must have a sample")
+    if not is_whole or found.min() < 1:
         for index, number in enumerate(numbers):
-            number = number.item() if hasattr(number, "item") else number
-            check_count(f"the cost of sample {index}", number)
-        raise ValueError(
-            "costs are empty or no row of integers; give one positive integer for each sample"
-        )
+            scalar = number.item() if getattr(number, "ndim", 1) == 0 else number
+            check_count(f"the cost of sample {index}", scalar)
     return found.long().cpu()
 
 
@@ -249,8 +249,8 @@ def _check_concatenates(batch: Callable[[Iterable[int]], Any], order: list[int])
     together = _num_values(batch(mixed))
     if together > alone:
         raise ValueError(
-            f"collate pads: a batch of the longest sample and {len(mixed) - 1} short ones has {together} "
-            f"values, but {alone} in batches of one. Give padded=True"
+            f"collate pads: {len(mixed)} samples have {together} values in one batch, and {alone} in batches "
+            "of their own. Give padded=True"
         )
 
 
@@ -304,7 +304,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
             rank = torch_dist.get_rank() if is_joined else 0
         check_count("budget", budget)
         check_count("num_replicas", num_replicas)
-        check_number("rank", rank, int, ge=0, lt=num_replicas)
+        check_number("rank", rank, Integral, ge=0, lt=num_replicas)
         self._costs, self.rank = checked_costs(costs), rank
         self._most_samples = len(self._costs)
         if max_samples is not None:
@@ -350,8 +350,8 @@ class BudgetBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
         """Begin an epoch, after so many of its batches; the epoch of a loaded state begins where it was."""
-        check_number("epoch", epoch, int, ge=0)
-        check_number("skip", skip, int, ge=0, le=len(self))
+        check_number("epoch", epoch, Integral, ge=0)
+        check_number("skip", skip, Integral, ge=0, le=len(self))
         if skip or epoch != self._epoch:
             self._epoch, self._skip, self._num_given = epoch, skip, skip
 
