@@ -7,6 +7,7 @@ The loss is the mean over all tokens of an optimizer step: of its micro-batches 
 """
 
 import os
+from functools import partial
 from itertools import islice
 
 import torch
@@ -47,12 +48,10 @@ def collate(texts: list[Tensor]) -> Tensor:
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> float:
     """Take one optimizer step; return the sum of this rank's losses divided by the tokens of all ranks."""
-    num_tokens, num_ranks = (
-        torch.tensor(sum(int((each[:, 1:] != PAD).sum()) for each in batches)),
-        1,
-    )
-    group = getattr(model, "process_group", None)
-    if group is not None and (num_ranks := dist.get_world_size(group)) > 1:  # alone in a search
+    num_tokens = torch.stack([(batch[:, 1:] != PAD).sum() for batch in batches]).sum()
+    group = getattr(model, "process_group", None)  # of one rank in a search
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    if num_ranks > 1:
         dist.all_reduce(num_tokens, group=group)
     total = 0.0
     for batch in batches:
@@ -64,25 +63,20 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list
     return total
 
 
-def run(num_steps: int, memory_limit_gb: float = 1.0) -> list[float]:
+def run(num_steps: int, limit_gb: float = 1.0) -> list[float]:
     """Find the budget, train with two micro-batches a step, and return the losses."""
     torch.manual_seed(0)
-    lengths = (torch.randn(4000) * 0.8 + 4.5).exp().clamp(10, LONGEST).long()
-    texts = [1 + torch.arange(int(length)) * 3 % (VOCABULARY - 1) for length in lengths]
+    lengths = (torch.randn(4000) * 0.8 + 4.5).exp().clamp(10, LONGEST).long().tolist()
+    texts = [1 + torch.arange(length) * 3 % (VOCABULARY - 1) for length in lengths]
     model = DistributedDataParallel(GPT()) if dist.is_initialized() else GPT()
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), list[float]()
-    found = find_budget(
-        lambda batch: train_step(model, optimizer, [batch, batch]),
-        *(texts, collate),
-        padded=True,
-        unit="tokens",
-        state=(model, optimizer),
-        memory_limit_gb=memory_limit_gb,
-    )
+    step, state = partial(train_step, model, optimizer), (model, optimizer)
+    options = {"padded": True, "unit": "tokens", "memory_limit_gb": limit_gb}
+    found = find_budget(lambda each: step([each, each]), texts, collate, state=state, **options)
     sampler = BudgetBatchSampler(found.costs, found.budget, padded=True)
     batches = iter(DataLoader(texts, batch_sampler=sampler, collate_fn=collate))  # type: ignore[arg-type]
     while len(losses) < num_steps and (several := list(islice(batches, 2))):
-        losses.append(train_step(model, optimizer, several))
+        losses.append(step(several))
         shapes = [tuple(batch.shape) for batch in several]
         print(f"{found.budget} tokens: step {len(losses)} {shapes} loss {losses[-1]:.3f}")
     return losses

@@ -121,29 +121,23 @@ def find_budget(
         raise TypeError(f"dataset is a {type(dataset).__name__}; it must be read by index")
     with preserved_generators():
         costs = costs_of(dataset, cost)
-        ends = _Ends(costs, padded, max_samples)
+        ends = Ends(dataset, collate, costs, padded=padded, max_samples=max_samples)
         unit = unit or (cost if isinstance(cost, str) else "values")
-        logger.info(
-            "costs of %d samples in %s: %d at least, median %d, %d at most",
-            len(costs),
-            unit,
-            *(int(each) for each in (ends.costs[0], ends.costs.median(), ends.costs[-1])),
-        )
+        ends.log(unit)
+        if ends.pads and not padded:
+            raise ValueError(
+                "collate pads: some samples have more values in one batch than in batches of their own. Give "
+                "padded=True"
+            )
 
-        def batch(indices: Iterable[int]) -> Any:
-            return collate([copied(dataset[index]) for index in indices])
-
-        if not padded:
-            _check_concatenates(batch, ends.order.tolist())
-
-    def both(budget: int) -> None:
+    def run_ends(budget: int) -> None:
         for indices in ends.indices(budget):
-            step(batch(indices))
+            step(ends.batch(indices))
 
     search = auto_find_batch_size(
-        both,
+        run_ends,
         lambda budget: budget,
-        min_batch_size=int(ends.costs[-1]),
+        min_batch_size=ends.least,
         bounds={"dataset": ends.most},
         state=state,
         unit=unit,
@@ -182,35 +176,64 @@ def checked_costs(costs: Any) -> Tensor:
     return found.long().cpu()
 
 
-class _Ends:
+class Ends:
     """The batches of a dataset that need most memory at a budget.
 
+    Args:
+        dataset, collate, max_samples: as for `find_budget`.
+        costs: of each sample.
+        padded: as for `find_budget`; None if that is to be seen from `collate`.
+
     Attributes:
-        order: samples by ascending cost.
-        costs: in this order.
-        most: the largest cost of a batch.
+        costs, padded: of the batches.
+        least, most: the smallest and the largest budget: of the longest sample, and of all samples.
+        pads: whether a batch of long and short samples has more values than these in batches of their own.
     """
 
-    def __init__(self, costs: Tensor, padded: bool, max_samples: int | None) -> None:
-        self.costs, self.order = costs.sort(stable=True)
-        self._padded, self._most_samples = padded, min(max_samples or len(costs), len(costs))
-        self._sums = torch.cat([torch.zeros(1, dtype=torch.long), self.costs.cumsum(0)])
-        self._squares = torch.cat([torch.zeros(1), self.costs.double().square().cumsum(0)])
-        largest = self.costs[-self._most_samples :]
-        self.most = int(largest[-1] * len(largest) if padded else largest.sum())
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        costs: Tensor,
+        *,
+        padded: bool | None = None,
+        max_samples: int | None = None,
+    ) -> None:
+        self._dataset, self._collate, self.costs = dataset, collate, costs
+        self._costs, self._order = costs.sort(stable=True)
+        self._most_samples = min(max_samples or len(costs), len(costs))
+        self._sums = torch.cat([torch.zeros(1, dtype=torch.long), self._costs.cumsum(0)])
+        self._squares = torch.cat([torch.zeros(1), self._costs.double().square().cumsum(0)])
+        mixed = [*self._order[:-1][:7].tolist(), int(self._order[-1])]
+        alone = sum(_num_values(self.batch([index])) for index in mixed)
+        self.pads = _num_values(self.batch(mixed)) > alone
+        self.padded = self.pads if padded is None else padded
+        largest = self._costs[-self._most_samples :]
+        self.least = int(largest[-1])
+        self.most = self.least * len(largest) if self.padded else int(largest.sum())
+
+    def log(self, unit: str) -> None:
+        """Log how the costs were understood."""
+        costs = self._costs
+        numbers = (len(costs), unit, int(costs[0]), int(costs.median()), int(costs[-1]))
+        logger.info("costs of %d samples in %s: %d at least, median %d, %d at most", *numbers)
+
+    def batch(self, indices: Iterable[int]) -> Any:
+        """Collate these samples."""
+        return self._collate([copied(self._dataset[index]) for index in indices])
 
     def indices(self, budget: int) -> list[list[int]]:
         """The batches of the longest and of the most samples; where padded, the fullest one too."""
-        ends = self._padded_ends(budget) if self._padded else self._summed_ends(budget)
+        ends = self._padded_ends(budget) if self.padded else self._summed_ends(budget)
         distinct = dict.fromkeys(tuple(sorted(positions)) for positions in ends)
-        return [self.order[list(positions)].tolist() for positions in distinct]
+        return [self._order[list(positions)].tolist() for positions in distinct]
 
     def _padded_ends(self, budget: int) -> list[Sequence[int]]:
-        counts = torch.arange(1, len(self.costs) + 1).minimum(budget // self.costs)
+        counts = torch.arange(1, len(self._costs) + 1).minimum(budget // self._costs)
         counts = counts.clamp(max=self._most_samples)
         # Attention takes memory by the square; where counts are alike, the longest samples count.
-        totals = counts * self.costs.double()
-        scores = totals * self.costs, totals, counts.double() + totals / (2 * budget + 1)
+        totals = counts * self._costs.double()
+        scores = totals * self._costs, totals, counts.double() + totals / (2 * budget + 1)
         tops = dict.fromkeys(int(score.argmax()) for score in scores)
         return [range(top + 1 - int(counts[top]), top + 1) for top in tops]
 
@@ -219,17 +242,17 @@ class _Ends:
         firsts = torch.searchsorted(sums, sums[1:] - budget)
         firsts = firsts.maximum(torch.arange(len(firsts)) + 1 - self._most_samples)
         heaviest = int((squares[1:] - squares[firsts]).argmax()) + 1
-        filled = [self._filled(budget, top) for top in (len(self.costs), heaviest)]
+        filled = [self._filled(budget, top) for top in (len(self._costs), heaviest)]
         count = min(_num_within(sums, budget) - 1, self._most_samples)
         first = _num_within(sums[count:] - sums[:-count], budget) - 1
-        longest = max(filled, key=lambda positions: float(self.costs[positions].double().norm()))
+        longest = max(filled, key=lambda positions: float(self._costs[positions].double().norm()))
         return [longest, range(first, first + count)]
 
     def _filled(self, budget: int, top: int) -> list[int]:
         """Positions below `top` that fill the budget, the longest first."""
         positions, rest = list[int](), budget
         while (room := self._most_samples - len(positions)) > 0:
-            top = min(top, _num_within(self.costs, rest))
+            top = min(top, _num_within(self._costs, rest))
             first = max(int(torch.searchsorted(self._sums, self._sums[top] - rest)), top - room)
             if first >= top:
                 break
@@ -240,18 +263,6 @@ class _Ends:
 
 def _num_within(ascending: Tensor, limit: int) -> int:
     return int(torch.searchsorted(ascending, limit, right=True))
-
-
-def _check_concatenates(batch: Callable[[Iterable[int]], Any], order: list[int]) -> None:
-    """Raise ValueError if a batch of the longest and some short samples has more values than these alone."""
-    mixed = [*order[:-1][:7], order[-1]]
-    alone = sum(_num_values(batch([index])) for index in mixed)
-    together = _num_values(batch(mixed))
-    if together > alone:
-        raise ValueError(
-            f"collate pads: {len(mixed)} samples have {together} values in one batch, and {alone} in batches "
-            "of their own. Give padded=True"
-        )
 
 
 def _num_values(batch: Any) -> int:
