@@ -7,6 +7,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from heapq import nlargest
 from itertools import accumulate
 from numbers import Integral
 from typing import Any
@@ -79,7 +81,7 @@ def find_budget(
     cost: Cost | None = None,
     padded: bool = False,
     max_samples: int | None = None,
-    unit: str | None = None,
+    unit: str = "values",
     state: Iterable[Any] = (),
     **options: Any,
 ) -> BudgetResult:
@@ -121,21 +123,15 @@ def find_budget(
         raise TypeError(f"dataset is a {type(dataset).__name__}; it must be read by index")
     with preserved_generators():
         costs = costs_of(dataset, cost)
-        ends = Ends(dataset, collate, costs, padded=padded, max_samples=max_samples)
-        unit = unit or (cost if isinstance(cost, str) else "values")
-        ends.log(unit)
+        ends = Ends(dataset, collate, costs, unit, padded=padded, max_samples=max_samples)
         if ends.pads and not padded:
             raise ValueError(
                 "collate pads: some samples have more values in one batch than in batches of their own. Give "
                 "padded=True"
             )
 
-    def run_ends(budget: int) -> None:
-        for indices in ends.indices(budget):
-            step(ends.batch(indices))
-
     search = auto_find_batch_size(
-        run_ends,
+        partial(ends.run, step),
         lambda budget: budget,
         min_batch_size=ends.least,
         bounds={"dataset": ends.most},
@@ -182,6 +178,7 @@ class Ends:
     Args:
         dataset, collate, max_samples: as for `find_budget`.
         costs: of each sample.
+        unit: of the costs, for the log.
         padded: as for `find_budget`; None if that is to be seen from `collate`.
 
     Attributes:
@@ -195,6 +192,7 @@ class Ends:
         dataset: Any,
         collate: Callable[[list[Any]], Any],
         costs: Tensor,
+        unit: str,
         *,
         padded: bool | None = None,
         max_samples: int | None = None,
@@ -208,15 +206,16 @@ class Ends:
         alone = sum(_num_values(self.batch([index])) for index in mixed)
         self.pads = _num_values(self.batch(mixed)) > alone
         self.padded = self.pads if padded is None else padded
+        ends = [int(each) for each in (self._costs[0], self._costs.median(), self._costs[-1])]
+        logger.info("costs in %s: smallest %d, median %d, largest %d", unit, *ends)
         largest = self._costs[-self._most_samples :]
         self.least = int(largest[-1])
         self.most = self.least * len(largest) if self.padded else int(largest.sum())
 
-    def log(self, unit: str) -> None:
-        """Log how the costs were understood."""
-        costs = self._costs
-        numbers = (len(costs), unit, int(costs[0]), int(costs.median()), int(costs[-1]))
-        logger.info("costs of %d samples in %s: %d at least, median %d, %d at most", *numbers)
+    def run(self, step: Callable[[Any], object], budget: int) -> None:
+        """Run the step on each batch, one after the other: only one is held."""
+        for indices in self.indices(budget):
+            step(self.batch(indices))
 
     def batch(self, indices: Iterable[int]) -> Any:
         """Collate these samples."""
@@ -391,13 +390,11 @@ class BudgetBatchSampler(Sampler[list[int]]):
         while len(batches := self._drawn(generator)) > wanted:
             pass  # rarely: samples drawn anew take fewer batches
         while missing := wanted - len(batches):
-            largest = sorted(range(len(batches)), key=lambda place: -len(batches[place]))
-            halved = {place for place in largest[:missing] if len(batches[place]) > 1}
-            batches = [
-                part
-                for place, batch in enumerate(batches)
-                for part in (_halves(batch) if place in halved else [batch])
-            ]
+            largest = nlargest(missing, range(len(batches)), key=lambda place: len(batches[place]))
+            for place in sorted(largest, reverse=True):
+                if middle := len(batches[place]) // 2:
+                    batches.insert(place + 1, batches[place][middle:])
+                    del batches[place][middle:]
         steps = range(len(self))
         if self._shuffle:
             steps = torch.randperm(len(self), generator=generator).tolist()  # type: ignore[assignment]
@@ -428,8 +425,3 @@ class BudgetBatchSampler(Sampler[list[int]]):
             end = first + min(num_samples, self._most_samples)
             yield samples[first:end]
             first = end
-
-
-def _halves(batch: list[int]) -> list[list[int]]:
-    middle = len(batch) // 2
-    return [batch[:middle], batch[middle:]]

@@ -271,13 +271,11 @@ class _Search:
         with rehearsal(trainer) as steps:
             self._ends = ends = ends_of(trainer)
 
-            def step(budget: int) -> None:
-                for indices in ends.indices(budget):
-                    num_batches = int(args.gradient_accumulation_steps)
-                    steps.train(steps.batches(ends.batch(indices), num_batches))
+            def step(batch: Any) -> None:
+                steps.train(steps.batches(batch, int(args.gradient_accumulation_steps)))
 
             return find_size(
-                step,
+                partial(ends.run, step),
                 lambda budget: budget,
                 {**self.options[mode], "min_batch_size": ends.least},
                 earlier,

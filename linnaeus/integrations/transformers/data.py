@@ -79,9 +79,7 @@ def ends_of(trainer: Any) -> Ends:
             f"AutoBatch: budget is 'tokens', but train_dataset has no column {column!r} (length_column_name) "
             "and no input_ids that are read by index; add the column, or leave budget out"
         )
-    ends = Ends(loader.dataset, loader.collate_fn, costs_of(whole, cost))
-    ends.log("tokens")
-    return ends
+    return Ends(loader.dataset, loader.collate_fn, costs_of(whole, cost), "tokens")
 
 
 def budget_loader(trainer: Any, ends: Ends, budget: int) -> Any:
