@@ -18,7 +18,7 @@ from linnaeus import BudgetBatchSampler, auto_find_batch_size, find_budget, long
 from tests.helpers.ledger import Ledger, room
 
 EXAMPLE = runpy.run_path("examples/token_budget.py")
-NUM_TEXTS, NUM_EPOCHS, ROOM_MIB, NUM_FIXED = 6000, 50, 100, 40
+NUM_TEXTS, NUM_EPOCHS, ROOM_MIB, NUM_FIXED = 3000, 50, 60, 30
 
 
 def texts() -> list[Tensor]:

@@ -87,8 +87,9 @@ def find_budget(
 ) -> BudgetResult:
     """Find the largest cost of a batch, in tokens, pixels or nodes, that fits into the memory.
 
-    Each trial runs two batches of the dataset's own samples, one after the other: the longest samples that
-    fill the budget, and the most samples that fill it. The larger peak counts. Where a sample of cost c needs
+    Each trial runs batches of the dataset's own samples, one after the other: the longest samples that fill
+    the budget, and the most samples that fill it; where padded, also those between that leave less of it
+    free. The largest peak counts. Where a sample of cost c needs
     a + b c + d c^2 bytes, the bytes per unit of cost are convex in c: for batches of samples about alike, as
     `BudgetBatchSampler` makes them, an end is the worst. A batch of your own that joins the few longest
     samples with many of the shortest may need more.
@@ -222,7 +223,7 @@ class Ends:
         return self._collate([copied(self._dataset[index]) for index in indices])
 
     def indices(self, budget: int) -> list[list[int]]:
-        """The batches of the longest and of the most samples; where padded, the fullest one too."""
+        """The batches of the longest and of the most samples; where padded, fuller ones too."""
         ends = self._padded_ends(budget) if self.padded else self._summed_ends(budget)
         distinct = dict.fromkeys(tuple(sorted(positions)) for positions in ends)
         return [self._order[list(positions)].tolist() for positions in distinct]
@@ -230,9 +231,10 @@ class Ends:
     def _padded_ends(self, budget: int) -> list[Sequence[int]]:
         counts = torch.arange(1, len(self._costs) + 1).minimum(budget // self._costs)
         counts = counts.clamp(max=self._most_samples)
-        # Attention takes memory by the square; where counts are alike, the longest samples count.
         totals = counts * self._costs.double()
-        scores = totals * self._costs, totals, counts.double() + totals / (2 * budget + 1)
+        # Memory grows by the cost, or faster; a batch of the longest samples alone may leave much room.
+        scores = [totals * self._costs**power for power in (1.0, 0.25, 0.0)]
+        scores.append(counts + totals / (2 * budget + 1))
         tops = dict.fromkeys(int(score.argmax()) for score in scores)
         return [range(top + 1 - int(counts[top]), top + 1) for top in tops]
 
