@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from linnaeus.autobatch.finder import BatchSizeFinder, device_of
-from linnaeus.autobatch.observer import SearchObserver, check_observer
+from linnaeus.autobatch.observer import SearchObserver, check_observer, sized
 from linnaeus.autobatch.ranks.collectives import warm_up_collectives
 from linnaeus.autobatch.ranks.group import check_equal, joined_ranks, members
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
@@ -70,6 +70,7 @@ def auto_find_batch_size(
     group: ProcessGroup | Literal[False] | None = None,
     phases: Sequence[Callable[[], object]] = (),
     repeats: int = SearchSettings.repeats,
+    unit: str | None = None,
 ) -> AutoBatchResult:
     """Find the largest batch size that fits in `target_memory_fraction` of the memory, to within `tolerance`.
 
@@ -103,6 +104,7 @@ def auto_find_batch_size(
             undone after them. The size found holds in all phases. Put what needs most memory first: the
             search is there, and each later phase runs the size once. Without phases the step is searched as
             it is; to include that state, put a function that does nothing first.
+        unit: of n in messages, such as "tokens", where `make_batch` counts something else than samples.
         target_memory_fraction and the others: settings of the search, as `SearchSettings` describes them.
 
     Raises:
@@ -132,6 +134,7 @@ def auto_find_batch_size(
             mode=mode,
             device=device,
             observer=observer,
+            unit=unit,
         )
         if control is None:
             make_finder = partial(make_finder, bounds=bounds)
@@ -144,7 +147,7 @@ def auto_find_batch_size(
                 with make_finder(settings, **excluded) as finder:
                     return finder.find()
             finders = partial(make_finder, **excluded)
-            ranks = _GroupSearch(control, members(group), mode, state, settings, finders)
+            ranks = _GroupSearch(control, members(group), mode, state, settings, finders, unit)
             ranks.warm_up()
             return ranks.confirm(ranks.search())
 
@@ -190,6 +193,7 @@ class _GroupSearch:
     state: Sequence[Any]
     settings: SearchSettings
     make_finder: Callable[..., BatchSizeFinder]
+    unit: str | None = None
 
     def __post_init__(self) -> None:
         self.wrappers = wrappers_in(self.state)
@@ -213,13 +217,15 @@ class _GroupSearch:
         """Run the size found in a joint step of all ranks, if the model communicates."""
         if not self.wrappers and not is_sharded(self.state):
             return found
-        return confirm_jointly(found, self._joint_finder, self.search, self.status, self.settings)
+        return confirm_jointly(
+            found, self._joint_finder, self.search, self.status, self.settings, unit=self.unit
+        )
 
     def _finder(self, status: RankStatus, settings: SearchSettings) -> BatchSizeFinder:
         return self.make_finder(settings, before_trial=partial(self._begin_trial, status))
 
     def _begin_trial(self, status: RankStatus, size: int) -> None:
-        status.update(f"{self.mode}: trying batch size {size}")
+        status.update(f"{self.mode}: trying {sized(size, self.unit)}")
         self._renew()
 
     @contextmanager

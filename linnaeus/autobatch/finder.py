@@ -43,6 +43,7 @@ from linnaeus.autobatch.observer import (
     SearchObserver,
     in_units,
     nothing_fits,
+    sized,
 )
 from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
 from linnaeus.autobatch.search import (
@@ -97,6 +98,7 @@ class BatchSizeFinder:
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
         before_trial: called with the size before each trial and each timing.
         empties_cache: whether training empties the cache between its steps, as around a validation.
+        unit: of the sizes in messages, where they do not count samples, such as `tokens`.
         neighbours: process ids of all ranks on this machine; needed where LOCAL_WORLD_SIZE is not set.
         excluded_bytes: of host memory that the search's caller holds, and training does not.
         step, make_batch, and the others: as for `auto_find_batch_size`.
@@ -127,9 +129,10 @@ class BatchSizeFinder:
         observer: SearchObserver | None = None,
         empties_cache: bool = False,
         neighbours: Sequence[int] = (),
+        unit: str | None = None,
         excluded_bytes: int = 0,
     ) -> None:
-        self.mode, self.settings = mode, settings
+        self.mode, self.settings, self._unit = mode, settings, unit
         self._excluded_bytes = excluded_bytes
         try:
             self.memory = device_memory(device_of(state, device, mode), neighbours)
@@ -151,7 +154,7 @@ class BatchSizeFinder:
         )
         self._is_limited = self.total_bytes < self.memory.total_bytes
         self._batches_per_step = batches_per_step
-        self._observer = observer or SearchLog(mode)
+        self._observer = observer or SearchLog(mode, unit)
         self._state = state
         self._make_runner = partial(
             TrialRunner,
@@ -164,6 +167,7 @@ class BatchSizeFinder:
             train_once=train_once,
             before_trial=before_trial,
             empties_cache=empties_cache,
+            unit=unit,
         )
         self._stack = contextlib.ExitStack()
 
@@ -234,19 +238,19 @@ class BatchSizeFinder:
             found = self._confirmed(found)
             if found.size is not None and found.limited_by in EARLY_ENDS:
                 logger.warning(
-                    "warning: the search ended early. Batch size %d ran within the budget, but it is not "
+                    "warning: the search ended early. %s ran within the budget, but it is not "
                     "certified: a larger one may fit. Raise %s to search on",
-                    found.size,
+                    sized(found.size, self._unit).capitalize(),
                     EARLY_ENDS[found.limited_by],
                 )
         if found.size is not None and (variation := self._variation(found.size)):
             logger.warning(
-                "warning: the memory of a step varies from call to call, by %.0f %% in trials. Batch size %d "
+                "warning: the memory of a step varies from call to call, by %.0f %% in trials. %s "
                 "is not certified: training may meet a step that needs more. Let make_batch(n) return the "
                 "largest batch, and keep the step from leaving out layers or drawing sizes during the "
                 "search, or lower target_memory_fraction",
                 100 * variation,
-                found.size,
+                sized(found.size, self._unit).capitalize(),
             )
             found = replace(found, certified=False)
         if self._has_grown():  # no part of `state` holds it
@@ -286,7 +290,7 @@ class BatchSizeFinder:
             newest = self._known[size]
             if newest.fits(self.budget_bytes):
                 break
-            logger.info("batch size %d no longer fits: %s", size, self._outside())
+            logger.info("%s no longer fits: %s", sized(size, self._unit), self._outside())
             candidates = Candidates(self.min_size, size, self.settings.multiple_of)
             last = len(candidates) - 1
             further = max(1, int(self._current.tolerance * last))
@@ -310,7 +314,7 @@ class BatchSizeFinder:
             self._num_repeats += self._current.repeats > 0
         if found.size != size or self._known[size].fits(self.budget_bytes):
             return found
-        logger.info("batch size %d no longer fits: its memory varies", size)
+        logger.info("%s no longer fits: its memory varies", sized(size, self._unit))
         self._read_budget_again()
         found = self._search(
             "confirmation",
@@ -442,8 +446,12 @@ class BatchSizeFinder:
         smallest, largest = min(peaks, default=1), max(peaks, default=1)
         if largest >= 2 * smallest and peaks[largest] <= peaks[smallest]:
             _warn_once(
-                f"warning: batch size {largest} needs no more memory than {smallest}. Check that "
-                "make_batch(n) returns as many samples as it is asked for"
+                f"warning: {sized(largest, self._unit)} needs no more memory than {smallest}. Check that "
+                + (
+                    "make_batch(n) returns as many samples as it is asked for"
+                    if self._unit is None
+                    else f"the cost of a sample counts its {self._unit}"
+                )
             )
 
     def _result(self, found: SearchResult, seconds: float) -> AutoBatchResult:
@@ -461,6 +469,7 @@ class BatchSizeFinder:
                     held_bytes=self.held_bytes,
                     outside=self._outside(),
                     has_history=self._runner.has_history,
+                    unit=self._unit,
                 )
             )
         self._warn_about_equal_peaks()

@@ -17,7 +17,7 @@ from linnaeus.autobatch import nest
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.finder import smallest_size
-from linnaeus.autobatch.observer import check_observer
+from linnaeus.autobatch.observer import check_observer, sized
 from linnaeus.autobatch.ranks.group import of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult
@@ -26,7 +26,7 @@ from linnaeus.autobatch.split import nearest
 from linnaeus.autobatch.state.snapshot import is_optimizer, parameters_of
 from linnaeus.integrations.samples import Largest
 
-SET_BY_ADAPTER = {"step", "make_batch", "state", "mode", "device", "bounds", "group"}
+SET_BY_ADAPTER = {"step", "make_batch", "state", "mode", "device", "bounds", "group", "unit"}
 """Arguments of `auto_find_batch_size` that an adapter sets itself."""
 
 NOTABLE_GROWTH = 4
@@ -129,9 +129,9 @@ def find_size(
         result = search(**options, bounds={**bounds, "unread_samples": size})
     if result.batch_size < (known or 0):
         logger.warning(
-            "AutoBatch (%s): resuming with batch size %d, limited by %s, instead of %d, the size of %s",
+            "AutoBatch (%s): continuing with %s, limited by %s, instead of %d, the size of %s",
             result.mode,
-            result.batch_size,
+            sized(result.batch_size, arguments.get("unit")),
             result.limited_by,
             known,
             source,
