@@ -16,7 +16,7 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from linnaeus.config.aliases import alias
-from linnaeus.config.keys import NODES, PRESETS
+from linnaeus.config.keys import NODES, PRESETS, names_in, suggest
 from linnaeus.config.overrides import Override
 from linnaeus.config.values import escape
 from linnaeus.runtime.errors import ConfigError
@@ -130,7 +130,10 @@ def compose_files(
                 elif _sets_node(group) and group not in lowest:
                     lowest.append(group)
                 else:
-                    raise ConfigError(_sentence(error, own)) from None
+                    missing = re.search(r"Could not \w+ '(?:([^']*)/)?([^'/]+)'", str(error))
+                    group, name = missing.groups(default="") if missing else ("", "")
+                    hint = suggest(name, names_in(group, folders)) if missing else ""
+                    raise ConfigError(_sentence(error, own) + hint) from None
             except Exception as error:  # Hydra raises errors of many kinds for a broken list
                 raise ConfigError(_sentence(error, own)) from None
             finally:

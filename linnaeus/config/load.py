@@ -60,7 +60,12 @@ class LoadedConfig:
 
 
 def load_config(
-    argv: Sequence[str], below: File | None = None, *, references: bool = False
+    argv: Sequence[str],
+    below: File | None = None,
+    *,
+    references: bool = False,
+    device: bool = False,
+    compositions: dict[Any, Any] | None = None,
 ) -> LoadedConfig:
     """Load the configuration that a command line describes.
 
@@ -68,20 +73,22 @@ def load_config(
         argv: the tokens after the program's name.
         below: a file that the command line wins over, as `read_run_config` and `settings_of` give.
         references: whether files, folders, classes and names of timm that values name must be there.
+        device: whether the device must be there too, which imports torch where it is not the default.
+        compositions: of earlier calls, for many command lines with the same files and presets.
 
     Raises:
         ConfigError: lists all problems.
     """
     line = parse_command_line(argv)
     try:
-        found = _Sources(line, below)
+        found = _Sources(line, below, {} if compositions is None else compositions)
         cfg = [name for option, name in line.sources if option != "--config-dir"]
         checked = Checked(found.tree, found.origin, cfg[-1] if cfg else None)
     except RecursionError:
         raise ConfigError("values are nested too deeply to be read") from None
     problems = [*line.problems, *found.problems]
     wanted = references and not line.print_config
-    missing = dict(missing_references(checked)) if wanted else {}
+    missing = dict(missing_references(checked, device=device)) if wanted else {}
     groups = {group.partition("/")[0] for group in found.chosen}
     for path, problem in (missing | checked.wrong).items():
         if path[0] in groups and found.origin(path) != COMMAND_LINE:
@@ -116,22 +123,21 @@ def read_run_config(path: FilePath) -> File:
     return file
 
 
-class _Sources:
-    """What the files, presets and keys of a command line set.
+class _Composition:
+    """Files and presets, without the keys of a command line.
 
     Attributes:
         tree: nested mappings of values.
         chosen: the name chosen in each group.
-        typed: the keys that the command line sets.
+        files: those read, lowest precedence first.
         problems: one sentence for each file or choice that cannot be used.
     """
 
-    def __init__(self, line: CommandLine, below: File | None) -> None:
+    def __init__(self, line: CommandLine) -> None:
         self.tree: dict[Any, Any] = {}
         self.chosen: dict[str, str] = {}
         self.problems: list[str] = []
-        self.typed = typed_keys(line.overrides)
-        self._files = [below] if below else []
+        self.files: list[File] = []
         user_folders = [FilePath(name) for option, name in line.sources if option == "--config-dir"]
         self.problems += [
             f"{folder}: no such folder (--config-dir)"
@@ -168,9 +174,30 @@ class _Sources:
                 or any(f.defaults is not None for f in files.values())
             ):
                 self.tree, self.chosen = compose_files(files, names, groups, folders)
-            self._files += [*chosen_files(files.values(), self.chosen, folders), *files.values()]
+            self.files += [*chosen_files(files.values(), self.chosen, folders), *files.values()]
         except ConfigError as error:
             self.problems += error.problems
+
+
+class _Sources:
+    """What the files, presets and keys of a command line set.
+
+    Attributes:
+        tree: nested mappings of values.
+        chosen: the name chosen in each group.
+        typed: the keys that the command line sets.
+        problems: one sentence for each file or choice that cannot be used.
+    """
+
+    def __init__(
+        self, line: CommandLine, below: File | None, compositions: dict[Any, _Composition]
+    ) -> None:
+        key = tuple(line.sources), tuple(line.groups.values())
+        composed = compositions[key] = compositions.get(key) or _Composition(line)
+        self.tree, self.chosen = composed.tree, composed.chosen
+        self.problems = [*composed.problems]
+        self.typed = typed_keys(line.overrides)
+        self._files = [*([below] if below else []), *composed.files]
         if below:
             self.tree = _merged(below.tree, self.tree)
         tree = OmegaConf.create({name: child for name, child in self.tree.items() if name != PLAN})

@@ -1,7 +1,7 @@
 """Finds values that name what is not there: files, folders, classes, and models and optimizers of timm.
 
-Imports neither torch nor timm nor a user's code. It reads their sources: a name that stands nowhere in them
-does not exist. A name that stands there may still be wrong, and the run says so later.
+Imports neither timm nor a user's code, and torch for a device alone. It reads their sources: a name that
+stands nowhere in them does not exist. A name that stands there may still be wrong, and the run says so later.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from linnaeus.config.check import Checked
 from linnaeus.config.instantiate import targets
 from linnaeus.config.keys import Path, suggest
 from linnaeus.config.values import IMAGE_FILES
+from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import suggest_path
 
+DEVICE = ("EXPERIMENT", "DEVICE")
 _SPLITS = ("TRAIN", "VAL", "TEST")
 _TIMM = {
     ("MODEL", "NAME"): ("models", r"@register_model\s+def (\w+)", "a timm model"),
@@ -28,7 +30,7 @@ _TIMM = {
 """Keys that name something of timm: where, the pattern of the names there, and a noun."""
 
 
-def missing_references(checked: Checked) -> Iterator[tuple[Path, str]]:
+def missing_references(checked: Checked, *, device: bool = False) -> Iterator[tuple[Path, str]]:
     """Each key that names what is not there, with the predicate of a sentence. Wrong keys are left out."""
     for path, value in checked.values.items():
         for key, name in targets({path[-1]: value}, path[:-1]):
@@ -38,6 +40,14 @@ def missing_references(checked: Checked) -> Iterator[tuple[Path, str]]:
         name = str(checked.values.get(key) or "")
         if ":" not in name and (problem := _missing_in_timm(name, *_TIMM[key])):
             yield key, problem
+    name = str(checked.values.get(DEVICE, "cpu"))
+    if device and name not in ("auto", "cpu"):
+        from linnaeus.runtime.distributed import resolve_device  # it imports torch
+
+        try:
+            resolve_device(name)
+        except ConfigError as error:
+            yield DEVICE, error.problems[0].partition(": ")[2]
     for key, place in _paths(checked):
         if not place.expanduser().exists():
             yield key, f"there is no {place}{suggest_path(place)}"

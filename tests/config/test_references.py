@@ -68,6 +68,14 @@ def test_all_mistakes_are_found_at_once_without_torch(tmp_path):
         assert any(key in line.partition(":")[0] and hint in line for line in told), (key, told)
 
 
+def test_a_device_that_is_missing_is_listed_with_the_other_mistakes():
+    """That of a job of SLURM need not be here."""
+    argv = ("EXPERIMENT.DEVICE=cuda:99", "EPOCHS=3")
+    assert sorted(keys(*argv)) == ["EPOCHS", "EXPERIMENT.DEVICE"]
+    assert keys(*argv, "--launcher", "slurm") == ["EPOCHS"]
+    assert keys("EXPERIMENT.DEVICE=gpu") == ["EXPERIMENT.DEVICE"]
+
+
 def test_what_is_there_is_no_mistake():
     Path("moths/train").mkdir()
     Path("w.csv").touch()
