@@ -198,18 +198,13 @@ class Comparison:
             return -score(metric, statistics.fmean(values)) if values else float("inf")
 
         names = short_names(list(self.rows[0].values))
-        lines = [
-            (
-                rows[0].title
-                if len(rows) == 1
-                else ", ".join(
-                    [f"{names[key]}={text}" for key, text in rows[0].values.items() if key != SEED]
-                    + [f"{len(rows)} seeds"]
-                ),
-                rows,
-            )
-            for rows in groups.values()
-        ]
+        lines = []
+        for rows in groups.values():
+            values = dict(rows[0].values)
+            seeds = [f"{len(rows)} seeds"] if len(rows) > 1 and values.pop(SEED, None) else []
+            label = ", ".join([*(f"{names[key]}={text}" for key, text in values.items()), *seeds])
+            has_name = len(rows) == 1 and "=" not in (rows[0].name or "=")
+            lines.append((rows[0].title if has_name or not label else label, rows))
         return sorted(lines, key=place)
 
     def sort(self, key: str) -> None:

@@ -295,7 +295,7 @@ def _output(session: Session, data: EvaluationData) -> Path:
         )
         is_own = session.is_own_dataset and data.bundle.preprocessing == trained.spec.preprocessing
         if not is_own:
-            name = re.sub(r"[^\w.-]+", "_", f"{name}_{Path(data.source).name}")
+            name += "_" + re.sub(r"[^\w.-]+", "_", str(data.source))[-100:].strip("_")
         path = (trained.folder or trained.checkpoint.parent) / "evaluations" / name
     for file in (path, options.samples):
         if file is not None:
