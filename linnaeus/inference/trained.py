@@ -200,7 +200,9 @@ def load_run(
             content = load_checkpoint(file)
         except CheckpointError as error:
             if file != path:
-                raise
+                others = sorted(each.name for each in file.parent.glob("*.pt") if each != file)
+                hint = f"; others are --checkpoint {', '.join(others)}" if others else ""
+                raise CheckpointError(f"{error}{hint}") from error
             raise CheckpointError(
                 f"{error}; what can be loaded is the folder of a run, one of its checkpoints, or a file of "
                 "`linnaeus export --format safetensors`"

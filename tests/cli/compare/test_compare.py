@@ -209,5 +209,5 @@ def test_a_picture_names_the_runs_and_draws_those_of_several_seeds_as_one(tmp_pa
     texts = picture_of(tmp_path, "s0", "s1", "alone", "other")
     assert {"alone", "other", "not measured"} <= texts
     assert any("LR=0.5" in text for text in texts)
-    assert any("2 seeds" in text for text in texts)
+    assert any("2\N{NO-BREAK SPACE}seeds" in text for text in texts)
     assert "a" in picture_of(tmp_path, *[write_run(tmp_path / name).name for name in "ab"])
