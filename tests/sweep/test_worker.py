@@ -127,8 +127,9 @@ def end_run(folder, code):
 
 
 @pytest.mark.parametrize("codes", [(1, 1), (1, 130)])
-def test_a_sweep_that_failed_as_a_whole_can_be_mended(tmp_path, codes):
+def test_a_sweep_that_failed_as_a_whole_can_be_mended(tmp_path, monkeypatch, codes):
     """A run that was interrupted is kept for its own configuration."""
+    monkeypatch.chdir(tmp_path)
     sweep = planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
     for seed, code in enumerate(codes):
         end_run(sweep.folder / f"EXPERIMENT.SEED={seed}", code)
