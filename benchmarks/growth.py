@@ -1,6 +1,7 @@
 """How reading a manifest grows with its rows: seconds and peak memory of `build_data`, and the law.
 
     python benchmarks/growth.py 10000 100000 1000000
+    python benchmarks/growth.py runs 10 100 500
 
 Each size runs in a process of its own. The law is the exponent between the two largest sizes; 1 is linear.
 The exit code is 1 where it exceeds `MOST`. A busy machine hardly changes it, since it compares sizes.
@@ -8,14 +9,17 @@ The exit code is 1 where it exceeds `MOST`. A busy machine hardly changes it, si
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
+from typing import Any
 
 from PIL import Image
 
@@ -47,6 +51,56 @@ def measure(folder: Path) -> None:
     print(time.process_time() - started, (getrusage(RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
+def measure_runs(sizes: list[int]) -> int:
+    """Print CPU seconds of the commands that handle all runs of a sweep, and the exponents.
+
+    `write` plans and writes a sweep, `again` is the same command, `sort` is `compare --sort metric`, and
+    `look` is one look of the live table.
+    """
+    import numpy as np
+
+    from linnaeus.cli.compare import find_runs, run_names
+    from linnaeus.cli.runs import compared, read_run
+    from linnaeus.cli.sweep import read
+    from linnaeus.runtime.run_folder import read_state
+
+    seconds: dict[str, list[float]] = {}
+
+    def clock(name: str, call: Callable[[], Any]) -> Any:
+        started = time.process_time()
+        found = call()
+        seconds.setdefault(name, []).append(time.process_time() - started)
+        return found
+
+    for num_runs in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            rates = f"OPTIMIZER.LR=range(0.001,{num_runs / 1000 + 0.0005:.4f},0.001)"
+            command = [f"EXPERIMENT.OUTPUT_DIR={folder}", "EXPERIMENT.NAME=many", rates]
+            for name in ("write", "again"):
+                sweep = clock(name, lambda command=command: read(command)[1])
+                sweep.write()
+            runs = sweep.grid()
+            for number, run in enumerate(runs):
+                run.folder.mkdir()
+                (run.folder / "config.yaml").write_text(run.config)
+                line = {"epoch": 1, "split": "val", "loss": 1.0, "top1/digit": number / num_runs}
+                (run.folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+
+            def sort(folder: str = folder) -> None:
+                found = find_runs([folder], [], [])
+                compared([read_run(each) for each in found], run_names(found)).sort("metric")
+
+            clock("sort", sort)
+            clock("look", lambda runs=runs: [read_state(run.folder) for run in runs])
+        print(num_runs, {name: f"{found[-1]:.3f}" for name, found in seconds.items()}, flush=True)
+    for name, found in seconds.items():
+        law = np.polyfit(np.log(sizes), np.log(found), 1)[0]
+        print(f"{name}: exponent {law:.2f}")
+        if law > MOST:
+            return 1
+    return 0
+
+
 def main(sizes: list[int]) -> int:
     """Print a row for each size, and the law; return the exit code."""
     seconds = []
@@ -68,5 +122,7 @@ def main(sizes: list[int]) -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
         measure(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["runs"]:
+        sys.exit(measure_runs([int(word) for word in sys.argv[2:]] or [10, 100, 500]))
     else:
         sys.exit(main([int(word) for word in sys.argv[1:]] or [10_000, 100_000, 1_000_000]))

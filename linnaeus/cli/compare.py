@@ -12,10 +12,10 @@ from pathlib import Path
 from linnaeus.cli.parser import (
     CommandParser,
     Options,
-    check_files,
     option,
     read_plot,
     read_table,
+    unwritable,
 )
 from linnaeus.config.overrides import expanded
 from linnaeus.runtime.errors import ConfigError
@@ -74,9 +74,9 @@ def read(argv: Sequence[str]) -> tuple[CompareOptions, list[Path]]:
     if not names and not problems:
         problems.append("RUN: name the folders of runs, such as runs, or 'runs/lr*'")
     folders = find_runs(names, problems, options.aside)
+    problems += unwritable({"--output": options.output, "--plot": options.plot})
     if problems:
         raise ConfigError(problems)
-    check_files({"--output": options.output, "--plot": options.plot})
     return options, folders
 
 
@@ -102,7 +102,7 @@ def run(options: CompareOptions, folders: Sequence[Path]) -> int:
             "name their folders to compare them"
         )
     console = make_console()
-    console.print(runs.table(console))
+    console.print(runs.table())
     for sentence in runs.sentences():
         console.print(sentence, soft_wrap=True)
     if options.output is not None:

@@ -8,7 +8,7 @@ import re
 import stat
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import yaml
-from rich.cells import cell_len
 
 from linnaeus.cli.tables import cell, save_figures, shortened, table
 from linnaeus.config.dump import PLAN
@@ -36,7 +35,6 @@ from linnaeus.runtime.run_folder import OUTPUT, RUN, State, last_line, read_resu
 from linnaeus.sweep.folder import ASKED, flattened
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
 SEED = "EXPERIMENT.SEED"
@@ -53,8 +51,6 @@ _LINE_BYTES = 1 << 20
 """No line of a run is as long: what follows is not read."""
 _MOST_KEYS, _MOST_LETTERS = 8, 24
 """Differing keys that have a column on the screen, and letters of a value; a preset may change dozens."""
-_SPARE = ("warm-up", "rate", "images/s", "training s", "size", "batch")
-"""Columns that a narrow terminal leaves out, in this order; then keys, the last one first."""
 _DEFAULTS = {dotted(path): key.default for path, key in KEYS.items()}
 _PLANNED = {
     "MICRO_BATCH": "batch_size",
@@ -203,18 +199,17 @@ class Comparison:
             return -score(metric, statistics.fmean(values)) if values else float("inf")
 
         names = short_names(list(self.rows[0].values))
-        lines = [
-            (
-                rows[0].title
-                if len(rows) == 1
-                else ", ".join(
-                    [f"{names[key]}={text}" for key, text in rows[0].values.items() if key != SEED]
-                    + [f"{len(rows)} seeds"]
-                ),
-                rows,
+        lines = []
+        for rows in groups.values():
+            values = dict(rows[0].values)
+            seeds = (
+                [f"{len(rows)}\N{NO-BREAK SPACE}seeds"]
+                if len(rows) > 1 and values.pop(SEED, None)
+                else []
             )
-            for rows in groups.values()
-        ]
+            label = ", ".join([*(f"{names[key]}={text}" for key, text in values.items()), *seeds])
+            has_name = len(rows) == 1 and "=" not in (rows[0].name or "=")
+            lines.append((rows[0].title if has_name or not label else label, rows))
         return sorted(lines, key=place)
 
     def sort(self, key: str) -> None:
@@ -237,17 +232,12 @@ class Comparison:
                 "effective_batch"
             )
         is_ascending = key.startswith("-") == (is_metric and larger_is_better(name))
-        values = (record[column] for record in records)
-        order = pd.Series([None if value == "" else value for value in values], dtype=object)
-        numbers = pd.to_numeric(order, errors="coerce")
-        order = (
-            numbers
-            if (numbers.notna() == order.notna()).all()
-            else order.map(str, na_action="ignore")
-        )
-        self.rows = [
-            self.rows[n] for n in order.sort_values(ascending=is_ascending, kind="stable").index
-        ]
+        values = pd.Series([record[column] for record in records], dtype=object).replace("", None)
+        numbers = pd.to_numeric(values, errors="coerce")
+        if numbers.count() < values.count():
+            numbers = values.map(str, na_action="ignore")
+        order = numbers.sort_values(ascending=is_ascending, kind="stable").index
+        self.rows = [self.rows[n] for n in order]
 
     def save(self, path: Path) -> None:
         """Write a file, atomically, in the format that its ending names: `.json`, `.jsonl` or `.csv`."""
@@ -266,60 +256,38 @@ class Comparison:
         """What cannot be read of the runs."""
         return [f"{row.title}: {problem}" for row in self.rows for problem in row.problems]
 
-    def table(self, console: Console, title: str = "Runs") -> Table:
-        """One line per run: what differs, the batch plan, the metric at the end and at its best.
+    def table(self, title: str = "Runs") -> Table:
+        """Return a line per run: what differs, the batch size, the metric last and at its best, and the time.
 
-        Columns that do not fit on the console are left out, and named below the table.
+        Of many keys the last ones are left out, and named below the table.
         """
         rows, metric = self.rows, self.metric
         keys = list(rows[0].values)
         names = short_names(keys)
-        columns: dict[str, Callable[[Row], str]] = {
-            names[key]: lambda row, key=key: shortened(row.values[key], _MOST_LETTERS)  # type: ignore[misc]
-            for key in keys
+        hidden = keys[_MOST_KEYS:]
+        texts = {
+            names[key]: [shortened(row.values[key], _MOST_LETTERS) for row in rows]
+            for key in keys[:_MOST_KEYS]
         }
-        is_split = any(
-            row.planned.get("batch_size") != row.planned.get("effective_batch") for row in rows
-        )
-
-        def best(row: Row) -> str:
-            found = row.best(metric)
-            return "" if found is None else f"{found[0]:.4f} @{found[1]}"
-
-        figures: dict[str, Callable[[Row], str]] = {
-            "size": lambda row: cell(row.planned.get("batch_size"), ".0f") if is_split else "",
-            "batch": lambda row: cell(row.planned.get("effective_batch"), ".0f"),
-            "rate": lambda row: cell(row.planned.get("learning_rate"), ".3g"),
-            "warm-up": lambda row: cell(row.planned.get("warmup_steps"), ".0f"),
-            metric: lambda row: cell(row.figure(metric), ".4f"),
-            "best": best,
-            "training s": lambda row: cell(row.planned.get("training_s"), ".1f"),
-            "images/s": lambda row: cell(row.planned.get("images_per_s"), ".0f"),
-        }
-        columns |= {name: text for name, text in figures.items() if any(map(text, rows))}
-        columns |= {"status": lambda row: row.state.status}
-        texts = {name: [text(row) for row in rows] for name, text in columns.items()}
-        texts = {"run": [row.title for row in rows], **texts}
         # The names of a sweep's runs are their values.
-        are_named = not keys or any("=" not in (row.name or "=") for row in rows)
-        last_first = [names[key] for key in reversed(keys)]
-        hidden = last_first[: max(len(keys) - _MOST_KEYS, 0)]
-        spare = [name for name in (*_SPARE, *last_first) if name in texts and name not in hidden]
-        widths = {
-            name: max(map(cell_len, [name, *(word for text in found for word in text.split())]))
-            for name, found in texts.items()
+        if hidden or not keys or any("=" not in (row.name or "=") for row in rows):
+            texts = {"run": [row.title for row in rows], **texts}
+        best = [row.best(metric) for row in rows]
+        figures = {
+            "batch": [cell(row.planned.get("effective_batch"), ".0f") for row in rows],
+            metric: [cell(row.figure(metric), ".4f") for row in rows],
+            "best": [f"{found[0]:.4f} @{found[1]}" if found else "" for found in best],
+            "training s": [cell(row.planned.get("training_s"), ".1f") for row in rows],
         }
-        while True:
-            has_names = are_named or not {*hidden}.isdisjoint(last_first)
-            left_out = {*hidden, *([] if has_names else ["run"])}
-            shown = [name for name in texts if name not in left_out]
-            if not spare or sum(widths[name] + 3 for name in shown) < console.width:
-                break
-            hidden.append(spare.pop(0))
-        cells = zip(*(texts[name] for name in shown), strict=True)
-        found = table(title, shown, cells, left={*shown}.difference(figures))
+        columns = {
+            **texts,
+            **{name: found for name, found in figures.items() if any(found)},
+            "status": [row.state.status for row in rows],
+        }
+        lines = zip(*columns.values(), strict=True)
+        found = table(title, [*columns], lines, left={"status", *texts})
         if hidden:
-            found.caption = f"not shown: {', '.join(name for name in texts if name in hidden)}"
+            found.caption = f"not shown: {', '.join(names[key] for key in hidden)}"
         return found
 
     def sentences(self) -> list[str]:

@@ -16,16 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from linnaeus.cli.parser import (
     CommandParser,
     Options,
-    check_files,
     choice,
     option,
     read_count,
-    read_plot,
 )
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.runtime.files import SWEEP
@@ -62,7 +60,7 @@ that sees the folder. A run whose worker has died is taken over and resumes from
 Called again, the command skips what has finished, resumes what was interrupted, and tries what failed
 once more; in a search, a failed run is one of the --trials and is not repeated. Other values need another
 EXPERIMENT.NAME. Ctrl-C ends the workers started here, with checkpoints (twice: at once), and leaves jobs of
-SLURM. The metrics are in sweep.csv and figures.json beside the runs.
+SLURM. The metrics are in sweep.csv, figures.json and sweep.png beside the runs.
 
 examples:
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,64,128
@@ -105,9 +103,6 @@ class SweepOptions(Options):
         "validation metric that is compared; default: top-1 of the finest level, or the loss",
         "NAME",
         _read_metric,
-    )
-    plot: Path | None = option(
-        "picture: .png or .svg by its ending; default sweep.png beside the runs", "FILE", read_plot
     )
     jobs: None = option(
         "workers, and so runs at once; default: 1 (it uses all GPUs); on SLURM one for each run (4 in a "
@@ -180,7 +175,6 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
         raise ConfigError(problems)
     if line.print_config:
         return "---\n".join(f"# {point.title}\n{to_yaml(config)}" for point, config in plans)
-    check_files({"--plot": options.plot})
     folder = Path(plans[0][1].EXPERIMENT.OUTPUT_DIR)
     entries = plans if options.search is None else plans[:1]
     sweep = Sweep.of(
@@ -203,12 +197,13 @@ def _plans(
     from linnaeus.sweep.folder import plan_run
 
     plans: list[Plan] = []
+    compositions: dict[Any, Any] = {}
     combinations_with: dict[str, list[Combination]] = {}
     for combination in combinations:
         try:
             # One folder for all, also where the name of the sweep follows what is swept.
             folder = plans[0][1].EXPERIMENT.OUTPUT_DIR if plans else None
-            config = plan_run(combination, folder, references=references)
+            config = plan_run(combination, folder, references=references, compositions=compositions)
             plans.append((combination, config))
             for problem in _ineffective(combination, config):
                 combinations_with.setdefault(problem, []).append(combination)
@@ -335,7 +330,7 @@ def _table_of(runs: Sequence[SweepRun], metric: str | None) -> Comparison:
 
 def _show(table: Comparison, console: Console) -> None:
     if table.rows:
-        console.print(table.table(console))
+        console.print(table.table())
         for sentence in table.sentences():
             console.print(sentence, soft_wrap=True)
     else:
@@ -358,13 +353,11 @@ def _report(
     _show(table, console)
     if not table.rows:
         return table
-    plot = options.plot or sweep.folder / "sweep.png"
     try:
         for name in ("figures.json", "sweep.csv"):
             table.save(sweep.folder / name)
-        logger.info("metrics: %s and sweep.csv", sweep.folder.resolve() / "figures.json")
-        draw_runs(table, plot)
-        logger.info("picture: %s", plot.resolve())
+        draw_runs(table, sweep.folder / "sweep.png")
+        logger.info("written: %s, sweep.csv, sweep.png", sweep.folder.resolve() / "figures.json")
     except (OSError, LinnaeusError) as error:  # a full disk
         logger.warning("the metrics cannot be written: %s", error)
     if left := _num_with(table, "running", "interrupted", "not run"):
@@ -422,7 +415,7 @@ def _watch(
                 numbers = Counter(state.status for state in states)
                 title = ", ".join(f"{number} {status}" for status, number in numbers.items())
                 table = _table_of([run for run in runs if run.folder in shown] or runs[:1], metric)
-                live.update(table.table(console, title), refresh=True)
+                live.update(table.table(title), refresh=True)
             if is_over and (received or not any(state.status == "running" for state in states)):
                 return
             time.sleep(pause_s)
@@ -629,5 +622,8 @@ PARSER = CommandParser(
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the configuration of each run, and exit",
-    gone={"--predict-gpu": "is gone; predict one run with linnaeus analyze --predict --gpu NAME"},
+    gone={
+        "--plot": "is gone; the picture is sweep.png beside the runs",
+        "--predict-gpu": "is gone; predict one run with linnaeus analyze --predict --gpu NAME",
+    },
 )

@@ -60,7 +60,12 @@ class LoadedConfig:
 
 
 def load_config(
-    argv: Sequence[str], base: File | None = None, *, references: bool = False, is_here: bool = True
+    argv: Sequence[str],
+    base: File | None = None,
+    *,
+    references: bool = False,
+    is_here: bool = True,
+    compositions: dict[Any, Any] | None = None,
 ) -> LoadedConfig:
     """Load the configuration that a command line describes.
 
@@ -69,13 +74,14 @@ def load_config(
         base: a file with less precedence than the command line, as `read_run_config` gives.
         references: whether files, folders, classes and names of timm that values name must be there.
         is_here: whether the device must be there too: the run starts on this machine.
+        compositions: of earlier calls, for many command lines with the same files and presets.
 
     Raises:
         ConfigError: lists all problems.
     """
     line = parse_command_line(argv)
     try:
-        found = _Sources(line, base)
+        found = _Sources(line, base, {} if compositions is None else compositions)
         cfg = [name for option, name in line.sources if option != "--config-dir"]
         checked = Checked(found.tree, found.origin, cfg[-1] if cfg else None)
     except RecursionError:
@@ -112,22 +118,21 @@ def read_run_config(path: FilePath) -> File:
     return file
 
 
-class _Sources:
-    """What the files, presets and keys of a command line set.
+class _Composition:
+    """Files and presets, without the keys of a command line.
 
     Attributes:
         tree: nested mappings of values.
         chosen: the name chosen in each group.
-        typed: the keys that the command line sets.
+        files: those read, lowest precedence first.
         problems: one sentence for each file or choice that cannot be used.
     """
 
-    def __init__(self, line: CommandLine, base: File | None) -> None:
+    def __init__(self, line: CommandLine) -> None:
         self.tree: dict[Any, Any] = {}
         self.chosen: dict[str, str] = {}
         self.problems: list[str] = []
-        self.typed = typed_keys(line.overrides)
-        self._files = [base] if base else []
+        self.files: list[File] = []
         user_folders = [FilePath(name) for option, name in line.sources if option == "--config-dir"]
         self.problems += [
             f"{folder}: no such folder (--config-dir)"
@@ -164,9 +169,30 @@ class _Sources:
                 or any(f.defaults is not None for f in files.values())
             ):
                 self.tree, self.chosen = compose_files(files, names, groups, folders)
-            self._files += [*chosen_files(files.values(), self.chosen, folders), *files.values()]
+            self.files += [*chosen_files(files.values(), self.chosen, folders), *files.values()]
         except ConfigError as error:
             self.problems += error.problems
+
+
+class _Sources:
+    """What the files, presets and keys of a command line set.
+
+    Attributes:
+        tree: nested mappings of values.
+        chosen: the name chosen in each group.
+        typed: the keys that the command line sets.
+        problems: one sentence for each file or choice that cannot be used.
+    """
+
+    def __init__(
+        self, line: CommandLine, base: File | None, compositions: dict[Any, _Composition]
+    ) -> None:
+        key = tuple(line.sources), tuple(line.groups.values())
+        composed = compositions[key] = compositions.get(key) or _Composition(line)
+        self.tree, self.chosen = composed.tree, composed.chosen
+        self.problems = [*composed.problems]
+        self.typed = typed_keys(line.overrides)
+        self._files = [*([base] if base else []), *composed.files]
         if base:
             self.tree = _merged(base.tree, self.tree)
         tree = OmegaConf.create({name: child for name, child in self.tree.items() if name != PLAN})

@@ -189,7 +189,7 @@ class ExperimentConfig:
     NAME: str | None = key(
         None,
         "name of the run, and of its folder in OUTPUT_DIR; null is the name of the last `--cfg` file without "
-        "its ending, else that of the folder of the images, else that of the dataset",
+        "its ending, else that of the manifest or of the folder of the images, else that of the dataset",
         check=_run_name,
     )
     OUTPUT_DIR: str = key("runs", "folder that holds the folders of all runs")

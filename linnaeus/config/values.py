@@ -178,6 +178,7 @@ def fill_nulls(root: DictConfig, cfg: str | None) -> set[tuple[str, ...]]:
     folder = folder[0] if OmegaConf.is_list(folder) and folder else folder
     names = [
         Path(cfg).stem if cfg else "",
+        _name_of(of_dataset("TRAIN")) if is_files else "",
         Path(str(folder)).resolve().name if is_files and folder else "",
         str(target or of_dataset("NAME")).rpartition(".")[2],
         "run",
@@ -187,6 +188,12 @@ def fill_nulls(root: DictConfig, cfg: str | None) -> set[tuple[str, ...]]:
         next(name for name in names if name and check and not check(name))
     )
     return filled | {("EXPERIMENT", "NAME")}
+
+
+def _name_of(manifest: Any) -> str:
+    """The name of a run for a manifest such as `birds.csv`; empty for the default name and for a folder."""
+    path = Path(str(manifest or ""))
+    return path.stem if path.suffix and path.stem != "train" else ""
 
 
 @functools.cache

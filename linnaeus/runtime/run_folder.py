@@ -600,14 +600,19 @@ def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
     folder = claim.folder
     if not holds_run(folder):
         return None, claim
-    names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
-    aside = next(path for path in names if not path.exists())
+    aside = free_name(folder)
     try:
         claim.folder = folder.rename(aside)
         claim.release()
         return aside, Claim(folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
+
+
+def free_name(folder: Path) -> Path:
+    """The first of NAME.1, NAME.2, ... that is not there."""
+    names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+    return next(path for path in names if not path.exists())
 
 
 def holds_run(folder: Path) -> bool:

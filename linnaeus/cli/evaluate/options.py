@@ -15,7 +15,6 @@ from linnaeus.cli.parser import (
     choice,
     option,
     read_path,
-    read_plot,
 )
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.overrides import CommandLine, parse_command_line, typed_keys
@@ -68,7 +67,7 @@ examples:
   linnaeus evaluate runs/birds --samples samples.csv
   linnaeus evaluate runs/birds DATA.DATASET.ROOT=/data/birds2026 --unknown skip
   linnaeus evaluate runs/birds --checkpoint last DATA.DATASET.NAME=manifest DATA.DATASET.VAL=/data/test.csv
-  linnaeus evaluate runs/birds DATA.AUTOBATCH.ENABLED_VAL=True TRAIN.AMP=bf16 --plot birds.png
+  linnaeus evaluate runs/birds DATA.AUTOBATCH.ENABLED_VAL=True TRAIN.AMP=bf16
   torchrun --nproc_per_node=4 -m linnaeus.main evaluate runs/birds
 
 exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of memory, 130 interrupted and
@@ -93,12 +92,9 @@ class EvaluateOptions(RunOptions):
     """What to evaluate, and where the files go; `output` has no ending."""
 
     output: Path | None = option(
-        "beginning of the names of the files; default RUN/evaluations/<checkpoint>",
+        "beginning of the names of the files, figures and picture; default RUN/evaluations/<checkpoint>",
         "DIR/PREFIX",
         _read_output,
-    )
-    plot: Path | None = option(
-        "picture: .png or .svg by its ending; default <output>.png", "FILE", read_plot
     )
     samples: Path | None = option(
         "every sample, the worst first: path, loss, labels and predictions, as .csv or .parquet; beside it "
@@ -207,4 +203,5 @@ PARSER = CommandParser(
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the configuration of the evaluation, and exit",
+    gone={"--plot": "is gone; the picture is <output>.png"},
 )

@@ -210,17 +210,14 @@ def _print(
 def logged_sentence(logged: Mapping[str, float], metrics: Mapping[str, float]) -> str:
     """The comparison with the metrics of training."""
     now, then = _finite(metrics), _finite(logged)
-    unequal = [name for name in {**then, **now} if now.get(name) != then.get(name)]
+    unequal = [
+        f"{name} {now.get(name)} ({then.get(name)} in training)"
+        for name in {**then, **now}
+        if now.get(name) != then.get(name)
+    ]
     if not unequal:
         return "same metrics as in training, to the last digit"
-    texts = {
-        name: [cell(values.get(name), ".6g") or "absent" for values in (now, then)]
-        for name in unequal
-    }
-    found = ", ".join(
-        f"{name} {here} ({there} in training)" for name, (here, there) in texts.items()
-    )
     return (
-        f"metrics differ from training: {found}; the last digits depend on preprocessing, batch size, "
-        "precision, ranks, device and torch"
+        f"metrics differ from training: {', '.join(unequal)}; the last digits depend on preprocessing, batch "
+        "size, precision, ranks, device and torch"
     )
