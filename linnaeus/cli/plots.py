@@ -145,7 +145,7 @@ def draw_runs(runs: Comparison, path: Path) -> None:
     labels = [textwrap.fill(_short(label, 60), 30) for label, _ in lines]
     height = 1 + sum(0.12 + 0.15 * len(label.split("\n")) for label in labels)
     with drawing(path, title, 8, 4 + height) as figure:
-        panels = figure.subplot_mosaic(
+        panels: dict[str, Any] = figure.subplot_mosaic(
             [["curves", "curves"], ["best", "time"]], height_ratios=[4, height]
         )
         curves, best = panels["curves"], panels["best"]

@@ -202,11 +202,10 @@ class Comparison:
         lines = []
         for rows in groups.values():
             values = dict(rows[0].values)
-            seeds = (
-                [f"{len(rows)}\N{NO-BREAK SPACE}seeds"]
-                if len(rows) > 1 and values.pop(SEED, None)
-                else []
-            )
+            is_mean = len(rows) > 1 and SEED in values
+            if is_mean:
+                del values[SEED]
+            seeds = [f"{len(rows)}\N{NO-BREAK SPACE}seeds"] if is_mean else []
             label = ", ".join([*(f"{names[key]}={text}" for key, text in values.items()), *seeds])
             has_name = len(rows) == 1 and "=" not in (rows[0].name or "=")
             lines.append((rows[0].title if has_name or not label else label, rows))
