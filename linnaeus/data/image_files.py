@@ -205,7 +205,7 @@ def optional_test(notes: list[str], split: str, dataset: DatasetConfig) -> Itera
     """Note why there is no test split instead of raising, where the configuration names none."""
     try:
         yield
-    except DataError as error:
+    except (ConfigError, DataError) as error:
         if split != "test" or dataset.TEST is not None:
             raise
         notes.append(f"no test split: {error}")

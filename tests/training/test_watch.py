@@ -74,6 +74,7 @@ def test_a_profile_has_the_steps_asked_for(run, tmp_path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
 def test_out_of_memory_on_cuda_leaves_a_snapshot(run, tmp_path, more: tuple[str, ...]) -> None:
     size = ("DATA.DATASET.NAME=synthetic", "DATA.IMG_SIZE=64", "DATA.BATCH_SIZE=512")

@@ -207,7 +207,8 @@ def confirm_jointly(
                 ) from error
         excess_bytes = max(status.gather(own_excess, timeout_minutes=settings.timeout_minutes))
         if excess_bytes <= 0:
-            return found
+            ran = dict.fromkeys((*found.ran_on_every_rank, size))
+            return dataclasses.replace(found, ran_on_every_rank=tuple(ran))
         above = f"{sized(size, unit)} is {gib(excess_bytes)} GiB above the budget in a joint step"
         logger.info("%s (%s)", above, mode)
         if size <= finder.min_size:
