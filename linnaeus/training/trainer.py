@@ -628,7 +628,9 @@ class Trainer:
         If any rank was asked to stop, all break the validation off, and `stop` says so.
         """
         epoch = self.progress.current_epoch
-        self.world.update(f"validating after optimizer step {self.progress.step}")
+        is_whole = self.progress.samples == 0
+        place = f"epoch {self.progress.epoch}" if is_whole else f"step {self.progress.step}"
+        self.world.update(f"validating after {place}")
         self._distribute_batchnorm()
         # AutoBatch measured validation without training's cached blocks, and training without validation's.
         empty_cache(self.world.device)

@@ -292,7 +292,7 @@ def test_batches_of_a_budget_of_tokens_hold_every_sample_once(tmp_path):
     options = {
         "output_dir": str(tmp_path),
         "save_strategy": "steps",
-        "save_steps": 5,
+        "save_steps": 3,
         "max_steps": -1,
         "num_train_epochs": 2,
         "gradient_accumulation_steps": 2,
@@ -312,7 +312,7 @@ def test_batches_of_a_budget_of_tokens_hold_every_sample_once(tmp_path):
     assert epochs[0] != epochs[1]
     assert whole.state.global_step == whole.state.max_steps == 2 * -(-num_batches // 2)
     last = max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    for checkpoint in (tmp_path / "checkpoint-5", last):
+    for checkpoint in (tmp_path / "checkpoint-3", last):
         resumed = autobatch(trainer(Recorder, **options), **search, **room(80))
         resumed.train(resume_from_checkpoint=str(checkpoint))
         assert resumed.args.per_device_train_batch_size == budget
