@@ -629,8 +629,8 @@ class Trainer:
         """
         epoch = self.progress.current_epoch
         is_whole = self.progress.samples == 0
-        place = f"epoch {self.progress.epoch}" if is_whole else f"step {self.progress.step}"
-        self.world.update(f"validating after {place}")
+        moment = f"epoch {self.progress.epoch}" if is_whole else f"step {self.progress.step}"
+        self.world.update(f"validating after {moment}")
         self._distribute_batchnorm()
         # AutoBatch measured validation without training's cached blocks, and training without validation's.
         empty_cache(self.world.device)
