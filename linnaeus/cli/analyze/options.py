@@ -45,7 +45,7 @@ table for GPUs that need not be there. --lr trains for a hundred steps and sugge
 DETAILS = """\
 Only the training and validation steps are timed: loading and the exchange between ranks come on top.
 Overrides are those of training (`linnaeus train --help`). The bounds and the
-budget of the search are keys of DATA.AUTOBATCH; those of validation follow as in a run.
+budget of the search are keys of DATA.AUTOBATCH. Validation follows them as in a run.
 
 examples:
   linnaeus analyze --cfg my_exp.yaml --fractions 0.6,0.8 --modes train,val
