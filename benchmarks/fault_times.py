@@ -45,6 +45,7 @@ OPTIONS = (
     "DATA.BATCH_SIZE=8",
     "DATA.AUTOBATCH.ENABLED=True",
     "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
+    "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
     "EXPERIMENT.DEVICE=cpu",
     "EXPERIMENT.NAME=job",
     "TRAIN.EPOCHS=3",
@@ -133,7 +134,8 @@ def show(name: str, *options: str, **env: str) -> None:
         job = Job(Path(folder), *options, **env)
         code, ended = job.end(), time.time()
         happened, text = Path(folder, "fault_happened"), job.log.read_text()
-        began = happened.stat().st_mtime if happened.exists() else ended
+        assert happened.exists(), f"{name}: the fault did not happen\n{text}"
+        began = happened.stat().st_mtime
         told = re.findall(
             r"(?<=\[rank \d\] )rank \d: .*|rank \d \(.*: no heartbeat.*|stopped by \w+", text
         )

@@ -1,28 +1,35 @@
-"""How reading a manifest grows with its rows and classes: CPU seconds, peak memory and the law.
+"""How reading a manifest grows with its rows and classes, and a sweep with its runs.
 
     python benchmarks/growth.py
-    python benchmarks/growth.py --check --rows 10000 100000 --classes 1000 10000
+    python benchmarks/growth.py --check --rows 10000 100000 --classes 1000 10000 --runs 10 100
 
-Each size runs in a process of its own. The law is the exponent between the two largest sizes; 1 is linear.
-With `--check`, the exit code is 1 where it exceeds `MOST`. A busy machine hardly changes it, since it
-compares sizes.
+Each manifest is read in a process of its own, for its CPU seconds and peak memory. The law is the exponent; 1
+is linear. With `--check`, the exit code is 1 where it exceeds `MOST`. A busy machine hardly changes it, since
+it compares sizes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
+from typing import Any
 
 from PIL import Image
 
 MOST = 1.15
-SIZES = {"rows": [10_000, 100_000, 1_000_000], "classes": [1_000, 10_000, 50_000]}
+SIZES = {
+    "rows": [10_000, 100_000, 1_000_000],
+    "classes": [1_000, 10_000, 50_000],
+    "runs": [10, 100, 500],
+}
 CLASSES_OF_ROWS, ROWS_OF_CLASS = 1000, 4
 LEVELS = ("order", "family", "species")
 
@@ -73,6 +80,54 @@ def law_of(what: str, sizes: list[int]) -> float:
     return law
 
 
+def measure_runs(sizes: list[int]) -> float:
+    """Print CPU seconds of the commands that handle all runs of a sweep; return the largest exponent.
+
+    `write` plans and writes a sweep, `again` is the same command, `sort` is `compare --sort metric`, and
+    `look` is one look of the live table.
+    """
+    import numpy as np
+
+    from linnaeus.cli.compare import find_runs, run_names
+    from linnaeus.cli.runs import compared, read_run
+    from linnaeus.cli.sweep import read
+    from linnaeus.runtime.run_folder import read_state
+
+    seconds: dict[str, list[float]] = {}
+
+    def clock(name: str, call: Callable[[], Any]) -> Any:
+        started = time.process_time()
+        found = call()
+        seconds.setdefault(name, []).append(time.process_time() - started)
+        return found
+
+    for num_runs in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            rates = f"OPTIMIZER.LR=range(0.001,{num_runs / 1000 + 0.0005:.4f},0.001)"
+            command = [f"EXPERIMENT.OUTPUT_DIR={folder}", "EXPERIMENT.NAME=many", rates]
+            for name in ("write", "again"):
+                sweep = clock(name, lambda command=command: read(command)[1])
+                sweep.write()
+            runs = sweep.grid()
+            for number, run in enumerate(runs):
+                run.folder.mkdir()
+                (run.folder / "config.yaml").write_text(run.config)
+                line = {"epoch": 1, "split": "val", "loss": 1.0, "top1/digit": number / num_runs}
+                (run.folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+
+            def sort(folder: str = folder) -> None:
+                found = find_runs([folder], [], [])
+                compared([read_run(each) for each in found], run_names(found)).sort("metric")
+
+            clock("sort", sort)
+            clock("look", lambda runs=runs: [read_state(run.folder) for run in runs])
+        print(num_runs, {name: f"{found[-1]:.3f}" for name, found in seconds.items()}, flush=True)
+    laws = [float(np.polyfit(np.log(sizes), np.log(x), 1)[0]) for x in seconds.values()]
+    for name, law in zip(seconds, laws, strict=True):
+        print(f"{name}: exponent {law:.2f}")
+    return max(laws)
+
+
 def main() -> int:
     """Print the laws; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -84,7 +139,8 @@ def main() -> int:
     if options.measure:
         measure(options.measure)
         return 0
-    laws = [law_of(what, getattr(options, what)) for what in SIZES]
+    laws = [law_of(what, getattr(options, what)) for what in ("rows", "classes")]
+    laws.append(measure_runs(options.runs))
     return int(options.check and max(laws) > MOST)
 
 

@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, choices=WIDTHS)
     parser.add_argument("--accumulation", type=int, nargs="+", default=(1, 8))
     arguments = parser.parse_args()
+    torch.set_flush_denormal(True)  # the model memorizes its samples, and gradients vanish
     config = load_config([]).config
     with running(config.EXPERIMENT, config.DIST, is_deterministic=False) as context:
         if context.world.is_main:

@@ -1,6 +1,6 @@
 """Linnaeus: config-driven PyTorch training that finds the largest memory-safe batch size before it starts.
 
-The search is a library too: `from linnaeus import auto_find_batch_size, predict_memory, longest`. It needs
+The search is a library too: `from linnaeus import auto_find_batch_size, find_budget, longest`. It needs
 torch and psutil alone. `load_run` reads a trained run back.
 """
 
@@ -16,12 +16,15 @@ if TYPE_CHECKING:
         predict_memory,
     )
     from linnaeus.inference.trained import load_run
+    from linnaeus.integrations.budget import BudgetBatchSampler, find_budget
     from linnaeus.integrations.samples import longest
 
 __all__ = [
     "AutoBatchError",
     "AutoBatchResult",
+    "BudgetBatchSampler",
     "auto_find_batch_size",
+    "find_budget",
     "load_run",
     "longest",
     "predict_memory",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def larger_is_better(metric: str) -> bool:
-    """Whether a larger value of a metric is better: of all metrics of a validation but the loss.
+    """Whether a larger value of a metric is better: true of all but the loss.
 
     >>> larger_is_better("top1/loss"), larger_is_better("loss")
     (True, False)

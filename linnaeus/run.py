@@ -10,6 +10,7 @@ from linnaeus.config.dump import with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.models.model_spec import ModelSpec
 from linnaeus.runtime.context import running
+from linnaeus.runtime.files import LOGS
 from linnaeus.runtime.run_folder import TRIAL, RunFolder
 from linnaeus.size_search.fit_attempts import FitAttempts
 from linnaeus.size_search.planned_sizes import find_planned_sizes, prepare_search
@@ -26,6 +27,7 @@ from linnaeus.training.setup import (
     resumed_checkpoint,
 )
 from linnaeus.training.trainer import FitResult
+from linnaeus.training.watch import Profiler
 
 
 def run(config: Config, *, dry_run: bool = False) -> FitResult:
@@ -70,9 +72,13 @@ def run(config: Config, *, dry_run: bool = False) -> FitResult:
         recording = context.enter(RunRecording(config, world, folder, setup, sizes.plan, extras))
         if world.is_main:
             sizes.report(config)
+            if train.PROFILE is not None:
+                first, last = train.PROFILE[0], min(train.PROFILE[1], sizes.plan.total_steps)
+                trace = folder.path / LOGS / "profile.json.gz"
+                callbacks["TRAIN.PROFILE"] = Profiler(first, last, trace)
             if TRIAL in os.environ:
                 headline = setup.assembly.headline
-                callbacks[TRIAL] = Pruning(folder, context.stop, headline, train.EPOCHS)
+                callbacks[TRIAL] = Pruning(folder, context.stop, headline, sizes.plan.num_epochs)
         origins = sizes.origins(config.DATA)
         trainer = build_trainer(
             recording, context, checkpoints, checkpoint, size_origins=origins, callbacks=callbacks

@@ -48,6 +48,7 @@ DATA:
     NAME: synthetic
     NUM_SAMPLES: 32
     NUM_SAMPLES_VAL: 16
+    LEVELS: [order, species]
 """
 MY_PACKAGE = """\
 import torch
@@ -172,7 +173,7 @@ def test_the_shown_file_trains_the_run_that_follows(page: str, tmp_path: Path) -
 
 
 def train_what_is_evaluated(line: str, desk: Path) -> None:
-    """Train the run of a command that evaluates one; nothing for another command."""
+    """Train the run that a command evaluates or learns from; nothing for another command."""
     if "evaluate" in shlex.split(line):
         own = [
             "DATA.DATASET.NAME=imagefolder",
@@ -180,6 +181,9 @@ def train_what_is_evaluated(line: str, desk: Path) -> None:
             "EXPERIMENT.NAME=birds",
         ]
         assert cli([*own, *SMALLER, *SMALL_MODEL]) == 0
+    if "MODEL.TEACHER=runs/birds" in line:
+        teacher = line.partition("EXPERIMENT.NAME")[0].split()[2:]
+        assert cli([*teacher, *SMALLER, *SMALL_MODEL, "EXPERIMENT.NAME=birds"]) == 0
 
 
 def tokens_of(line: str, desk: Path) -> list[str]:
@@ -202,7 +206,8 @@ def smaller(tokens: list[str]) -> list[str]:
     steps = (
         () if "--cfg" in tokens else ("DATA.BATCH_SIZE=64",)
     )  # the default data are all the digits
-    return [*tokens, *SMALLER, *steps, *model]
+    length = ("TRAIN.MAX_STEPS=3",) if "TRAIN.MAX_STEPS" in tokens else ()
+    return [*tokens, *SMALLER, *steps, *length, *model]
 
 
 ON_SLURM = [command for command in of_kind("linnaeus ") if "--launcher slurm" in command[1]]

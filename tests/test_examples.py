@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.ledger import held_bytes
 from tests.helpers.runs import assert_same_bits
@@ -65,3 +66,23 @@ def test_the_memory_of_a_language_model(tmp_path: Path, capsys: pytest.CaptureFi
     assert 0 < plain < min(better)
     assert f"batch size {plain}," in capsys.readouterr().out
     assert main([str(config), "--gib", "0.1"]) is None
+
+
+def test_batches_of_tokens_train_a_model() -> None:
+    run = runpy.run_path(str(EXAMPLES / "token_budget.py"))["run"]
+    losses = run(4, _limit_gb(GIB // 8))
+    assert losses[-1] < losses[0]
+
+
+def test_a_token_counts_alike_in_whatever_batch_it_is() -> None:
+    """One step with all texts is that of these texts in micro-batches of unequal size."""
+    example = runpy.run_path(str(EXAMPLES / "token_budget.py"))
+    texts = [torch.arange(1, length) for length in (90, 7, 5, 60)]
+    weights = []
+    for parts in ([texts], [texts[:1], texts[1:]]):
+        torch.manual_seed(0)
+        model = example["GPT"]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        example["train_step"](model, optimizer, [example["collate"](part) for part in parts])
+        weights.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
+    torch.testing.assert_close(*weights)

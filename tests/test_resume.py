@@ -163,9 +163,10 @@ def test_the_result_has_the_best_of_each_metric(run: Run, tmp_path: Path) -> Non
     assert run(*options, interrupted(232)).code == 130
     assert run(*options).code == 0
     lines = lines_of(tmp_path / "runs/plain", "val")
-    losses, accuracies = ([line[name] for line in lines] for name in ("loss", "top1/class"))
+    losses = [line["loss"] for line in lines]
     result = json.loads((tmp_path / "runs/plain/result.json").read_text())
-    assert result["best"] == {"loss": min(losses), "top1/class": max(accuracies)}
+    ends = {"loss": min, "top1/class": max, "macro/class": max, "f1/class": max}
+    assert result["best"] == {name: end(line[name] for line in lines) for name, end in ends.items()}
     assert min(losses) in losses[:2]
     assert result["metrics"]["loss"] == losses[-1] > min(losses), "the last is not the best"
 
@@ -344,14 +345,16 @@ def test_the_best_of_another_metric_is_forgotten(
     assert run(*options, "TRAIN.EPOCHS=1", "LOSS.LEVEL_WEIGHTS=[1,0]").code == 0
     saved = torch.load(path, weights_only=True)
     assert saved["headline"] == "top1/level1"
-    for name in ("best", "watched_best"):  # such that no other metric reaches it
-        saved["progress"][name] = 2.0
+    saved["progress"] |= {
+        "best": [(2.0, 0.0, 1)],
+        "watched_best": 2.0,
+    }  # which no other metric reaches
     torch.save(saved, path)
     stopping = "TRAIN.EARLY_STOPPING.PATIENCE=1"  # of the old metric, no improvement
     ended = run(*options, "TRAIN.EPOCHS=3", f"LOSS.LEVEL_WEIGHTS={now}", stopping)
     assert ended.code == 0, ended.err
     progress = checkpoint_of(path.parents[1])["progress"]
-    assert (progress["best"] <= 1) == restarts == (progress["watched_best"] <= 1)
+    assert (progress["best"][0][0] <= 1) == restarts == (progress["watched_best"] <= 1)
     assert (progress["best_epoch"] == 1) != restarts
 
 
@@ -405,8 +408,8 @@ def test_a_loss_that_is_not_finite_is_found_before_the_next_checkpoint(
 
 @e2e
 @pytest.mark.distributed
-def test_rank_0_decides_for_all_by_its_clock(torchrun: Run, tmp_path: Path) -> None:
-    options = ("TRAIN.CHECKPOINT_EVERY_MINUTES=1e-9", "DATA.BATCH_SIZE=1", *crashed("train", 40))
+def test_a_checkpoint_within_an_epoch_holds_all_ranks(torchrun: Run, tmp_path: Path) -> None:
+    options = ("TRAIN.CHECKPOINT_EVERY_STEPS=3", "DATA.BATCH_SIZE=1", *crashed("train", 40))
     outcome = torchrun(2, *RESUMABLE, *options)
     assert outcome.code != 0
     content = checkpoint_of(tmp_path / "runs/plain")

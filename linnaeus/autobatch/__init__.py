@@ -9,13 +9,23 @@ from linnaeus.autobatch.result import AutoBatchResult
 if TYPE_CHECKING:
     from linnaeus.autobatch.api import auto_find_batch_size, predict_memory
 
-__all__ = ["AutoBatchError", "AutoBatchResult", "auto_find_batch_size", "longest", "predict_memory"]
+__all__ = [
+    "AutoBatchError",
+    "AutoBatchResult",
+    "BudgetBatchSampler",
+    "auto_find_batch_size",
+    "find_budget",
+    "longest",
+    "predict_memory",
+]
+
+_INTEGRATIONS = {"longest": "samples", "find_budget": "budget", "BudgetBatchSampler": "budget"}
+"""Functions that are imported from here, although the library imports no integration."""
 
 
 def __getattr__(name: str) -> Any:
     """Import the functions, and torch with them, on first use: the pure search needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # `longest` had this path before it moved out of the library, which imports no integration.
-    home = "integrations.samples" if name == "longest" else "autobatch.api"
+    home = f"integrations.{_INTEGRATIONS[name]}" if name in _INTEGRATIONS else "autobatch.api"
     return getattr(import_module(f"linnaeus.{home}"), name)

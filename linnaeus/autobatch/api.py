@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from linnaeus.autobatch.finder import BatchSizeFinder
-from linnaeus.autobatch.observer import SearchObserver, check_observer
+from linnaeus.autobatch.finder import BatchSizeFinder, device_of
+from linnaeus.autobatch.observer import SearchObserver, check_observer, sized
 from linnaeus.autobatch.ranks.collectives import warm_up_collectives
 from linnaeus.autobatch.ranks.group import check_equal, joined_ranks, members
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
@@ -33,6 +33,7 @@ from linnaeus.autobatch.settings import (
     check_bounds,
     check_choice,
     check_functions,
+    check_phases,
     kind_of,
 )
 from linnaeus.autobatch.state.optimizers import unlisted_optimizers_refused
@@ -67,6 +68,9 @@ def auto_find_batch_size(
     start: int | None = SearchSettings.start,
     observer: SearchObserver | None = None,
     group: ProcessGroup | Literal[False] | None = None,
+    phases: Sequence[Callable[[], object]] = (),
+    repeats: int = SearchSettings.repeats,
+    unit: str | None = None,
 ) -> AutoBatchResult:
     """Find the largest batch size that fits in `target_memory_fraction` of the memory, to within `tolerance`.
 
@@ -95,6 +99,12 @@ def auto_find_batch_size(
             fake groups of the same size. Then a joint step of all ranks, with the wrapper and its
             communication hooks, confirms the size. None is the default process group if one is initialised;
             False searches on this rank alone.
+        phases: functions that prepare what changes during a run: parameters that begin to train, a second
+            model that joins, longer samples. Each is called before its trials, and what it did to `state` is
+            undone after them. The size found holds in all phases. Put what needs most memory first: the
+            search is there, and each later phase runs the size once. Without phases the step is searched as
+            it is; to include that state, put a function that does nothing first.
+        unit: of n in messages, such as "tokens", where `make_batch` counts something else than samples.
         target_memory_fraction and the others: settings of the search, as `SearchSettings` describes them.
 
     Raises:
@@ -113,6 +123,7 @@ def auto_find_batch_size(
             raise ValueError(
                 "strategy is 'binary', which needs max_batch_size; 'binsearch' does not"
             )
+        check_phases(phases)
         settings = SearchSettings.of(locals())  # each argument by its name
         state = as_tuple(state)
         make_finder = partial(
@@ -123,15 +134,53 @@ def auto_find_batch_size(
             mode=mode,
             device=device,
             observer=observer,
+            unit=unit,
         )
         if control is None:
-            with make_finder(settings, bounds=bounds) as finder:
-                return finder.find()
-        bounds = _agreed_bounds(control, settings, mode, state, bounds or {})
-        make_finder = partial(make_finder, bounds=bounds, neighbours=control.neighbours())
-        ranks = _GroupSearch(control, members(group), mode, state, settings, make_finder)
-        ranks.warm_up()
-        return ranks.confirm(ranks.search())
+            make_finder = partial(make_finder, bounds=bounds)
+        else:
+            bounds = _agreed_bounds(control, settings, mode, state, bounds or {}, len(phases))
+            make_finder = partial(make_finder, bounds=bounds, neighbours=control.neighbours())
+
+        def search(settings: SearchSettings, **excluded: int) -> AutoBatchResult:
+            if control is None:
+                with make_finder(settings, **excluded) as finder:
+                    return finder.find()
+            finders = partial(make_finder, **excluded)
+            ranks = _GroupSearch(control, members(group), mode, state, settings, finders, unit)
+            ranks.warm_up()
+            return ranks.confirm(ranks.search())
+
+        if not phases:
+            return search(settings)
+        snapshot = Snapshot(state, device_of(state, device, mode))
+        return _find_in_phases(phases, search, settings, snapshot)
+
+
+def _find_in_phases(
+    phases: Sequence[Callable[[], object]],
+    search: Callable[..., AutoBatchResult],
+    settings: SearchSettings,
+    snapshot: Snapshot,
+) -> AutoBatchResult:
+    """Search in the first phase; run the size found in each other phase, and search below it if need be."""
+    best: AutoBatchResult | None = None
+    for number, prepare in enumerate(phases, 1):
+        name = getattr(prepare, "__name__", type(prepare).__name__)
+        logger.info("AutoBatch: phase %d of %d (%s)", number, len(phases), name)
+        try:
+            prepare()
+            known = settings if best is None else settings.at_most(best.batch_size)
+            found = search(known, excluded_bytes=snapshot.host_bytes)
+        finally:
+            snapshot.restore()
+        if best is not None:
+            smaller = min(best, found, key=lambda result: result.batch_size)
+            trials, seconds = (*best.trials, *found.trials), best.seconds + found.seconds
+            found = replace(smaller, trials=trials, seconds=seconds)
+        best = found
+    assert best is not None
+    return best
 
 
 @dataclass
@@ -144,6 +193,7 @@ class _GroupSearch:
     state: Sequence[Any]
     settings: SearchSettings
     make_finder: Callable[..., BatchSizeFinder]
+    unit: str | None = None
 
     def __post_init__(self) -> None:
         self.wrappers = wrappers_in(self.state)
@@ -167,13 +217,15 @@ class _GroupSearch:
         """Run the size found in a joint step of all ranks, if the model communicates."""
         if not self.wrappers and not is_sharded(self.state):
             return found
-        return confirm_jointly(found, self._joint_finder, self.search, self.status, self.settings)
+        return confirm_jointly(
+            found, self._joint_finder, self.search, self.status, self.settings, unit=self.unit
+        )
 
     def _finder(self, status: RankStatus, settings: SearchSettings) -> BatchSizeFinder:
         return self.make_finder(settings, before_trial=partial(self._begin_trial, status))
 
     def _begin_trial(self, status: RankStatus, size: int) -> None:
-        status.update(f"{self.mode}: trying batch size {size}")
+        status.update(f"{self.mode}: trying {sized(size, self.unit)}")
         self._renew()
 
     @contextmanager
@@ -191,6 +243,7 @@ def _agreed_bounds(
     mode: Mode,
     state: Sequence[Any],
     bounds: Mapping[str, int],
+    num_phases: int,
 ) -> dict[str, int]:
     """Check that all ranks pass equal arguments and can step alone.
 
@@ -199,7 +252,15 @@ def _agreed_bounds(
     """
     shared = asdict(replace(settings, memory_limit_gb=None))
     kinds = [type(part).__name__ for part in state]
-    check_equal(control, {"mode": mode, **shared, "the kinds of objects in state": kinds})
+    check_equal(
+        control,
+        {
+            "mode": mode,
+            **shared,
+            "the kinds of objects in state": kinds,
+            "the number of phases": num_phases,
+        },
+    )
     lowest: dict[str, int] = {}
     for name, bound in (item for each in control.gather(dict(bounds)) for item in each.items()):
         lowest[name] = min(bound, lowest.get(name, bound))

@@ -43,6 +43,7 @@ from linnaeus.autobatch.observer import (
     SearchObserver,
     in_units,
     nothing_fits,
+    sized,
 )
 from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
 from linnaeus.autobatch.search import (
@@ -97,7 +98,9 @@ class BatchSizeFinder:
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
         before_trial: called with the size before each trial and each timing.
         empties_cache: whether training empties the cache between its steps, as around a validation.
+        unit: of the sizes in messages, where they do not count samples, such as `tokens`.
         neighbours: process ids of all ranks on this machine; needed where LOCAL_WORLD_SIZE is not set.
+        excluded_bytes: of host memory that the search's caller holds, and training does not.
         step, make_batch, and the others: as for `auto_find_batch_size`.
 
     Attributes:
@@ -126,10 +129,13 @@ class BatchSizeFinder:
         observer: SearchObserver | None = None,
         empties_cache: bool = False,
         neighbours: Sequence[int] = (),
+        unit: str | None = None,
+        excluded_bytes: int = 0,
     ) -> None:
-        self.mode, self.settings = mode, settings
+        self.mode, self.settings, self._unit = mode, settings, unit
+        self._excluded_bytes = excluded_bytes
         try:
-            self.memory = device_memory(_device(state, device, mode), neighbours)
+            self.memory = device_memory(device_of(state, device, mode), neighbours)
         except NotImplementedError as error:
             raise AutoBatchError(
                 f"AutoBatch ({mode}): {error}. Give a batch size of your own."
@@ -148,7 +154,7 @@ class BatchSizeFinder:
         )
         self._is_limited = self.total_bytes < self.memory.total_bytes
         self._batches_per_step = batches_per_step
-        self._observer = observer or SearchLog(mode)
+        self._observer = observer or SearchLog(mode, unit)
         self._state = state
         self._make_runner = partial(
             TrialRunner,
@@ -161,6 +167,7 @@ class BatchSizeFinder:
             train_once=train_once,
             before_trial=before_trial,
             empties_cache=empties_cache,
+            unit=unit,
         )
         self._stack = contextlib.ExitStack()
 
@@ -199,7 +206,7 @@ class BatchSizeFinder:
         self._warn_about_promise(fraction)
         started = time.monotonic()
         self._deadline = started + settings.timeout_minutes * 60
-        self._num_before = len(self.trials)
+        self._num_before, self._num_repeats = len(self.trials), 0
         before_bytes = self.budget_bytes
         self._set_budget(self._first_budget(fraction))
         if self._runner.empties_cache:
@@ -231,19 +238,19 @@ class BatchSizeFinder:
             found = self._confirmed(found)
             if found.size is not None and found.limited_by in EARLY_ENDS:
                 logger.warning(
-                    "warning: the search ended early. Batch size %d ran within the budget, but it is not "
+                    "warning: the search ended early. %s ran within the budget, but it is not "
                     "certified: a larger one may fit. Raise %s to search on",
-                    found.size,
+                    sized(found.size, self._unit).capitalize(),
                     EARLY_ENDS[found.limited_by],
                 )
         if found.size is not None and (variation := self._variation(found.size)):
             logger.warning(
-                "warning: the memory of a step varies from call to call, by %.0f %% in trials. Batch size %d "
+                "warning: the memory of a step varies from call to call, by %.0f %% in trials. %s "
                 "is not certified: training may meet a step that needs more. Let make_batch(n) return the "
                 "largest batch, and keep the step from leaving out layers or drawing sizes during the "
                 "search, or lower target_memory_fraction",
                 100 * variation,
-                found.size,
+                sized(found.size, self._unit).capitalize(),
             )
             found = replace(found, certified=False)
         if self._has_grown():  # no part of `state` holds it
@@ -264,7 +271,8 @@ class BatchSizeFinder:
     @property
     def _num_left(self) -> int:
         """Trials that this search may still run."""
-        return max(self._current.max_trials - (len(self.trials) - self._num_before), 0)
+        num_trials = len(self.trials) - self._num_before - self._num_repeats
+        return max(self._current.max_trials - num_trials, 0)
 
     def _confirmed(self, found: SearchResult) -> SearchResult:
         """Check the size found against the budget as read again; search below it if it no longer fits.
@@ -275,12 +283,14 @@ class BatchSizeFinder:
         if self._read_budget_again() and found.size not in (None, self.trials[-1].size):
             found = self._run_again(found)
         while (size := found.size) is not None:
-            if self._variation(size):
-                return self._confirmed_where_memory_varies(found, size)
+            varies = bool(self._variation(size))
+            if varies or self._current.repeats:
+                num_runs = max(self._current.repeats, NUM_CONFIRMATIONS * varies)
+                return self._confirmed_by_runs(found, size, num_runs)
             newest = self._known[size]
             if newest.fits(self.budget_bytes):
                 break
-            logger.info("batch size %d no longer fits: %s", size, self._outside())
+            logger.info("%s no longer fits: %s", sized(size, self._unit), self._outside())
             candidates = Candidates(self.min_size, size, self.settings.multiple_of)
             last = len(candidates) - 1
             further = max(1, int(self._current.tolerance * last))
@@ -297,14 +307,14 @@ class BatchSizeFinder:
             self._read_budget_again()
         return found
 
-    def _confirmed_where_memory_varies(self, found: SearchResult, size: int) -> SearchResult:
-        """Run the size twice more. If a run does not fit, the runs that are left try smaller sizes."""
-        num_left = NUM_CONFIRMATIONS
+    def _confirmed_by_runs(self, found: SearchResult, size: int, num_left: int) -> SearchResult:
+        """Run the size so often. If a run does not fit, the runs that are left try smaller sizes."""
         while num_left and found.size == size and self._known[size].fits(self.budget_bytes):
             found, num_left = self._run_again(found), num_left - 1
+            self._num_repeats += self._current.repeats > 0
         if found.size != size or self._known[size].fits(self.budget_bytes):
             return found
-        logger.info("batch size %d no longer fits: its memory varies", size)
+        logger.info("%s no longer fits: its memory varies", sized(size, self._unit))
         self._read_budget_again()
         found = self._search(
             "confirmation",
@@ -316,6 +326,8 @@ class BatchSizeFinder:
         )
         if found.size is None:
             return self._largest_known("memory")
+        if self._current.repeats:
+            found = self._confirmed_by_runs(found, found.size, self._current.repeats)
         return replace(found, certified=False, limited_by="memory")
 
     def _variation(self, size: int) -> float:
@@ -346,8 +358,10 @@ class BatchSizeFinder:
             return self._largest_known("timeout" if self._num_left else "max_trials")
         variation = self._variation(size)
         before, newest = self._known[size], self._one_trial(size, "confirmation")
-        if variation := max(variation, self._variation(size)):
+        variation = max(variation, self._variation(size))
+        if variation:
             self._runner.varies_by[size] = variation
+        if variation or self._current.repeats:
             self._known[size] = max(before, newest, key=lambda run: run.peak_bytes or math.inf)
         return found
 
@@ -432,8 +446,12 @@ class BatchSizeFinder:
         smallest, largest = min(peaks, default=1), max(peaks, default=1)
         if largest >= 2 * smallest and peaks[largest] <= peaks[smallest]:
             _warn_once(
-                f"warning: batch size {largest} needs no more memory than {smallest}. Check that "
-                "make_batch(n) returns as many samples as it is asked for"
+                f"warning: {sized(largest, self._unit)} needs no more memory than {smallest}. Check that "
+                + (
+                    "make_batch(n) returns as many samples as it is asked for"
+                    if self._unit is None
+                    else f"the cost of a sample counts its {self._unit}"
+                )
             )
 
     def _result(self, found: SearchResult, seconds: float) -> AutoBatchResult:
@@ -451,6 +469,7 @@ class BatchSizeFinder:
                     held_bytes=self.held_bytes,
                     outside=self._outside(),
                     has_history=self._runner.has_history,
+                    unit=self._unit,
                 )
             )
         self._warn_about_equal_peaks()
@@ -584,7 +603,7 @@ class BatchSizeFinder:
 
     def _settle(self) -> None:
         """Read the process's memory after the first steps, and check that they can be undone."""
-        self.memory.settle(self._snapshot.host_bytes)
+        self.memory.settle(self._snapshot.host_bytes + self._excluded_bytes)
         self._snapshot.check_restored()
 
     def _set_budget(self, budget_bytes: int) -> None:
@@ -613,7 +632,7 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _device(state: Sequence[Any], device: torch.device | str | None, mode: Mode) -> torch.device:
+def device_of(state: Sequence[Any], device: torch.device | str | None, mode: Mode) -> torch.device:
     """Return the device to measure: the one given, else the accelerator that holds parameters."""
     devices = {parameter.device for part in state for parameter in parameters_of(part)}
     accelerators = sorted(str(each) for each in devices if each.type not in ("cpu", "meta"))

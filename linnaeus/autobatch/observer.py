@@ -86,8 +86,8 @@ class SearchLog(SearchObserver):
 
     extra: Mapping[str, Any] = {}
 
-    def __init__(self, mode: Mode) -> None:
-        self.mode = mode
+    def __init__(self, mode: Mode, unit: str | None = None) -> None:
+        self.mode, self.unit = mode, unit
         self.num_trials = 0
         self.note = ""
         self._fraction: float | None = None
@@ -97,9 +97,9 @@ class SearchLog(SearchObserver):
         if limits.target_memory_fraction != self._fraction:
             self._fraction = limits.target_memory_fraction
             logger.info(
-                "AutoBatch %s: trying batch sizes from %d to %d; budget %s",
+                "AutoBatch %s: trying %s to %d; budget %s",
                 self.mode,
-                limits.min_size,
+                sized(limits.min_size, self.unit, many=True),
                 limits.max_size,
                 budget_of_total(limits.budget_bytes, limits.total_bytes, limits.total_name),
             )
@@ -107,7 +107,7 @@ class SearchLog(SearchObserver):
     def trial_started(self, size: int, purpose: Purpose) -> None:
         """Log the size at DEBUG."""
         self.note = "confirmation" if purpose == "confirmation" else ""
-        logger.debug("%s", doing(self.mode, size, purpose))
+        logger.debug("%s", doing(self.mode, size, purpose, self.unit))
 
     def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
         """Log the result."""
@@ -118,10 +118,10 @@ class SearchLog(SearchObserver):
             else f", {gib(trial.peak_bytes)} of {gib(budget_bytes)} GiB"
         )
         logger.info(
-            "%s, trial %d: batch size %d %s%s, %.1f s%s",
+            "%s, trial %d: %s %s%s, %.1f s%s",
             self.mode,
             self.num_trials,
-            trial.size,
+            sized(trial.size, self.unit),
             trial.status,
             peak,
             trial.seconds,
@@ -132,17 +132,24 @@ class SearchLog(SearchObserver):
     def size_timed(self, timing: Timing) -> None:
         """Log the speed."""
         logger.info(
-            "%s, timing: batch size %d: %s",
+            "%s, timing: %s: %s",
             self.mode,
-            timing.batch_size,
-            speed(timing),
+            sized(timing.batch_size, self.unit),
+            speed(timing, self.unit),
             extra=self.extra,
         )
 
 
-def doing(mode: Mode, size: int, purpose: Purpose) -> str:
+def doing(mode: Mode, size: int, purpose: Purpose, unit: str | None = None) -> str:
     """Such as `train: trying batch size 128`."""
-    return f"{mode}: {_DOING[purpose]} batch size {size}"
+    return f"{mode}: {_DOING[purpose]} {sized(size, unit)}"
+
+
+def sized(size: int, unit: str | None = None, *, many: bool = False) -> str:
+    """Such as `batch size 128`, or `batch of 4096 tokens`; `batch sizes from 128` for many."""
+    if unit is None:
+        return f"batch sizes from {size}" if many else f"batch size {size}"
+    return f"batches from {size} {unit}" if many else f"batch of {size} {unit}"
 
 
 def gib(num_bytes: int) -> str:
@@ -157,9 +164,11 @@ def in_units(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
-def speed(timing: Timing) -> str:
+def speed(timing: Timing, unit: str | None = None) -> str:
     """Such as `205.3 samples/s`."""
-    return f"{timing.samples_per_s:.4g} samples/s" if timing.samples_per_s else "no longer fits"
+    if not timing.samples_per_s:
+        return "no longer fits"
+    return f"{timing.samples_per_s:.4g} {unit or 'samples'}/s"
 
 
 def budget_of_total(budget_bytes: int, total_bytes: int, total_name: str = "") -> str:
@@ -179,6 +188,7 @@ def nothing_fits(
     held_bytes: int,
     outside: str,
     has_history: bool,
+    unit: str | None = None,
 ) -> str:
     """The message of a search without a result.
 
@@ -188,12 +198,12 @@ def nothing_fits(
         held_bytes: bytes that the process holds between two trials.
         outside: sentence on the memory in use outside the allocator.
         has_history: whether the optimizer is LBFGS.
+        unit: of the sizes, where they do not count samples; the smallest one is then a single sample.
     """
     setting = EARLY_ENDS.get(limited_by)
+    kind = "batch size" if unit is None else "batch"
     reason = (
-        f"the search ended ({setting}) before a batch size fitted"
-        if setting
-        else "no batch size fits"
+        f"the search ended ({setting}) before a {kind} fitted" if setting else f"no {kind} fits"
     )
     origin = "(memory_limit_gb)" if limits.total_name else f"on {device}"
     sizes = limits.budget_bytes, limits.total_bytes, held_bytes
@@ -209,7 +219,10 @@ def nothing_fits(
     if held_bytes < limits.budget_bytes:  # else no size is small enough
         smallest = "min_batch_size or " if min_batch_size > 1 else ""
         checkpointing = "gradient checkpointing or " if mode == "train" else ""
-        remedies += [f"lower {smallest}the size of a sample", f"use {checkpointing}bf16 autocast"]
+        lower = f"lower {smallest}the size of a sample"
+        if unit is not None:
+            lower = f"leave out the longest samples, of up to {limits.min_size} {unit}"
+        remedies += [lower, f"use {checkpointing}bf16 autocast"]
         if mode == "val":
             remedies.append(
                 "keep less of each batch until validation ends, such as outputs and metric states"

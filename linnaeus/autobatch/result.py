@@ -16,9 +16,9 @@ class Timing:
     """Speed of one batch size.
 
     Attributes:
-        batch_size: samples per process and forward pass.
+        batch_size: samples per rank and forward pass.
         seconds_per_step: median over the timed steps.
-        samples_per_s: samples per second of one process.
+        samples_per_s: samples per second of one rank.
     """
 
     batch_size: int
@@ -78,10 +78,15 @@ class AutoBatchResult:
     fit: tuple[dict[str, Any], ...] = ()
 
     @property
+    def peaks_bytes(self) -> tuple[int, ...]:
+        """Peak of each of rank 0's trials at the size found, in order."""
+        trials = (trial for trial in self.trials if trial.size == self.batch_size)
+        return tuple(trial.peak_bytes for trial in trials if trial.peak_bytes is not None)
+
+    @property
     def peak_bytes(self) -> int | None:
-        """Peak of rank 0's last trial at the size found; None where an earlier search ran it."""
-        peaks = [trial.peak_bytes for trial in self.trials if trial.size == self.batch_size]
-        return peaks[-1] if peaks else None
+        """Largest of `peaks_bytes`; None where an earlier search ran the size."""
+        return max(self.peaks_bytes, default=None)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for `autobatch.json`."""

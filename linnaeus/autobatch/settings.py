@@ -75,6 +75,11 @@ class SearchSettings:
         "the highest number of samples per second",
         choices=get_args(Objective),
     )
+    repeats: int = _setting(
+        0,
+        "further runs of the size found, for steps whose memory is random: the largest peak counts",
+        ge=0,
+    )
     start: int | None = _setting(
         None, "size to try first, such as the answer of an earlier run", ge=1
     )
@@ -182,3 +187,11 @@ def check_functions(step: Any, make_batch: Any) -> None:
     for name, function in (("step", step), ("make_batch", make_batch)):
         if not callable(function):
             raise TypeError(f"{name} is {kind_of(function)}; it must be a function")
+
+
+def check_phases(phases: Any) -> None:
+    """Check that it is a sequence of functions."""
+    is_sequence = isinstance(phases, list | tuple)
+    for value in phases if is_sequence else [phases]:
+        if not is_sequence or not callable(value):
+            raise TypeError(f"phases has {kind_of(value)}; it must be a list of functions")

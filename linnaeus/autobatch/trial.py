@@ -21,6 +21,7 @@ from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.interface import DeviceMemory, empty_cache, synchronize
 from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
+from linnaeus.autobatch.observer import sized
 from linnaeus.autobatch.search import KernelLimit, OutOfMemory
 from linnaeus.autobatch.state.snapshot import Snapshot, parameters_of
 
@@ -116,6 +117,7 @@ class TrialRunner:
     empties_cache: bool = False
     train_once: Callable[[], object] | None = None
     before_trial: Callable[[int], object] = lambda size: None
+    unit: str | None = None
     budget_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -157,14 +159,14 @@ class TrialRunner:
                 raise failure
         except (OutOfMemory, NoMoreSamples, AutoBatchError) as error:
             self._has_drifted = True
-            logger.debug("batch size %d: %s", size, error)
+            logger.debug("%s: %s", sized(size, self.unit), error)
             raise
         except Exception as error:
             if not self._has_drifted:
                 if not self._largest_fitted:
                     error.add_note(
-                        f"AutoBatch called the step with batch size {size}, its first. Where a step needs "
-                        "batches of another size, set min_batch_size or multiple_of"
+                        f"AutoBatch called the step with {sized(size, self.unit)}, its first. Where a step "
+                        "needs batches of another size, set min_batch_size or multiple_of"
                     )
                 raise
             release_frames(error)
@@ -368,7 +370,9 @@ class TrialRunner:
                 if not (0 < self._largest_fitted < size and exceeds_a_kernel(error)):
                     raise
                 logger.warning(
-                    "warning: batch size %d fails where smaller ones fit: %s", size, message
+                    "warning: %s fails where smaller ones fit: %s",
+                    sized(size, self.unit),
+                    message,
                 )
                 failure = KernelLimit(message)
             release_frames(error)

@@ -54,7 +54,7 @@ def plan_advice(
 
 
 def _few_steps(facts: Facts, size: int, key: str, min_steps: int) -> str | None:
-    """Advise smaller batches where batches of two samples per process, or larger ones, give the steps."""
+    """Advise smaller batches where batches of two samples per rank, or larger ones, give the steps."""
     least = facts.min_steps_per_epoch
     if min_steps >= least or facts.epoch_samples_per_rank < 2 * least:
         return None
@@ -85,7 +85,7 @@ def _accumulation(facts: Facts, splits: Sequence[Split], key: str) -> str | None
         return None
     return (
         f"{split.accumulation_steps} accumulation steps of {counted(split.micro_batch_size, 'sample')} make "
-        f"each optimizer step slow; lower {key}, start more processes, or save memory with TRAIN.AMP bf16 "
+        f"each optimizer step slow; lower {key}, start more ranks, or save memory with TRAIN.AMP bf16 "
         "or TRAIN.GRADIENT_CHECKPOINTING True"
     )
 
@@ -94,9 +94,9 @@ def _batchnorm(train: TrainConfig, facts: Facts, splits: Sequence[Split]) -> str
     if facts.batchnorm == "none":
         return None
     micro_batch = min(split.micro_batch_size for split in splits)
-    samples, where = micro_batch, "per process"
+    samples, where = micro_batch, "per rank"
     if facts.batchnorm == "synchronised":
-        samples, where = samples * facts.world_size, "of all processes"
+        samples, where = samples * facts.world_size, "of all ranks"
     if samples >= FEW_FOR_BATCHNORM:
         return None
     can_synchronise = facts.world_size > 1 and facts.batchnorm == "local"
@@ -115,8 +115,8 @@ def _batchnorm(train: TrainConfig, facts: Facts, splits: Sequence[Split]) -> str
 def _effective_batch_key(train: TrainConfig, facts: Facts) -> str:
     """The key that sets the largest effective batch size."""
     name = train.BATCH_SCHEDULE.NAME
-    if name != "constant":
-        return f"{SCHEDULE}.MILESTONES" if name == "milestones" else f"{SCHEDULE}.LAST"
-    if train.EFFECTIVE_BATCH_SIZE is not None:
+    if name == "milestones":
+        return f"{SCHEDULE}.MILESTONES"
+    if name != "constant" or train.EFFECTIVE_BATCH_SIZE is not None:
         return EFFECTIVE
     return "TRAIN.ACCUMULATION_STEPS" if train.ACCUMULATION_STEPS > 1 else facts.batch_size_key

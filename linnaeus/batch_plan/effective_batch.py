@@ -94,13 +94,15 @@ def plan_epochs(
         facts.epoch_samples_per_rank,
         facts.world_size,
         keep_rest=keeps_rest(train),
+        max_steps=train.MAX_STEPS,
     )
     num_steps = sum(stage.num_steps for stages in epochs for stage in stages)
     if schedule.UNIT == "steps" and changes[-1].start >= num_steps:
         key = "MILESTONES" if schedule.NAME == "milestones" else "LENGTH"
+        end = "EPOCHS" if train.MAX_STEPS is None else "MAX_STEPS"
         raise ConfigError(
             f"{SCHEDULE}.{key}: the last size would come after {changes[-1].start} optimizer steps, but the "
-            f"run has only {num_steps}; lower it or raise TRAIN.EPOCHS"
+            f"run has only {num_steps}; lower it or raise TRAIN.{end}"
         )
     return [change.split for change in changes], epochs
 
@@ -113,7 +115,7 @@ def keeps_rest(train: TrainConfig) -> bool:
 def unused_keys(train: TrainConfig) -> list[str]:
     """One sentence for each key that is set but has no effect because of another key."""
     schedule = train.BATCH_SCHEDULE
-    keys = {"constant": ("FIRST", "LAST", "LENGTH", "MILESTONES"), "milestones": ("LENGTH",)}
+    keys = {"constant": ("FIRST", "LENGTH", "MILESTONES"), "milestones": ("LENGTH",)}
     notes = [
         f"{SCHEDULE}.{name} is not used where {SCHEDULE}.NAME is {schedule.NAME}"
         for name in keys.get(schedule.NAME, ("MILESTONES",))
@@ -130,8 +132,6 @@ def _configured_sizes(train: TrainConfig) -> list[tuple[str, int]]:
     sizes: list[tuple[str, int | None]] = [(EFFECTIVE, train.EFFECTIVE_BATCH_SIZE)]
     if schedule.NAME != "constant":
         sizes.append((f"{SCHEDULE}.FIRST", schedule.FIRST))
-    if schedule.NAME in _GROWING:
-        sizes.append((f"{SCHEDULE}.LAST", schedule.LAST))
     if schedule.NAME == "milestones":
         sizes += [(f"{SCHEDULE}.MILESTONES", size) for _, size in schedule.MILESTONES]
     return [(name, size) for name, size in sizes if size is not None]
@@ -139,7 +139,7 @@ def _configured_sizes(train: TrainConfig) -> list[tuple[str, int]]:
 
 def _ends_at_what_fits(train: TrainConfig) -> bool:
     """Whether a growing batch has no configured end."""
-    return train.BATCH_SCHEDULE.NAME in _GROWING and len(_configured_sizes(train)) == 1
+    return train.BATCH_SCHEDULE.NAME in _GROWING and train.EFFECTIVE_BATCH_SIZE is None
 
 
 def _contradictions(train: TrainConfig) -> list[str]:
@@ -147,13 +147,19 @@ def _contradictions(train: TrainConfig) -> list[str]:
     schedule, problems = train.BATCH_SCHEDULE, []
     if schedule.NAME == "constant":
         return []
+    if schedule.UNIT == "epochs" and train.MAX_STEPS is not None:
+        return [f"{SCHEDULE}.UNIT: set it to steps where TRAIN.MAX_STEPS ends the run"]
     if schedule.FIRST is None:
         problems.append(f"{SCHEDULE}.FIRST: needs a value where {SCHEDULE}.NAME is {schedule.NAME}")
-    ends = {EFFECTIVE: train.EFFECTIVE_BATCH_SIZE, f"{SCHEDULE}.LAST": schedule.LAST}
     if schedule.NAME == "milestones":
         if not schedule.MILESTONES:
             return [*problems, f"{SCHEDULE}.MILESTONES: needs at least one pair [at, size]"]
-        start, ends[f"{SCHEDULE}.MILESTONES"] = schedule.MILESTONES[-1]
+        start, last = schedule.MILESTONES[-1]
+        if train.EFFECTIVE_BATCH_SIZE not in (None, last):
+            problems.append(
+                f"{EFFECTIVE}: {train.EFFECTIVE_BATCH_SIZE} is not the last size of {SCHEDULE}, {last}; "
+                "leave it null"
+            )
         if schedule.UNIT == "epochs" and start >= train.EPOCHS:
             epochs = counted(train.EPOCHS, "epoch")
             problems.append(f"{SCHEDULE}.MILESTONES: {start} comes after the last of {epochs}")
@@ -169,12 +175,6 @@ def _contradictions(train: TrainConfig) -> list[str]:
             f"{SCHEDULE}.LENGTH: {schedule.LENGTH} epochs are not before the last of TRAIN.EPOCHS "
             f"{train.EPOCHS}; {train.EPOCHS - 1} is the most"
         )
-    sizes = {key: size for key, size in ends.items() if size is not None}
-    for key, size in sizes.items():
-        if size != (last := [*sizes.values()][-1]):
-            problems.append(
-                f"{key}: {size} is not the last size of {SCHEDULE}, {last}; leave it null"
-            )
     return problems
 
 
@@ -182,18 +182,18 @@ def _misfit(name: str, size: int, facts: Facts) -> str | None:
     """Why an effective batch size is not possible on any device; None if it is."""
     world_size, largest = facts.world_size, facts.epoch_samples_per_rank * facts.world_size
     if size < world_size:
-        return f"{name}: {size} is below the {world_size} processes, each of which takes at least one sample"
+        return f"{name}: {size} is below the {world_size} ranks, each of which takes at least one sample"
     if size > largest:
         return (
             f"{name}: {size} is above what one epoch holds: "
-            f"{counted(facts.num_samples, 'training sample')} on {counted(world_size, 'process')}; "
+            f"{counted(facts.num_samples, 'training sample')} on {counted(world_size, 'rank')}; "
             f"{largest} is the most"
         )
     if size % world_size:
-        below = size - size % world_size
+        lower = size - size % world_size
         return (
-            f"{name}: {size} does not divide by {world_size} processes; "
-            f"{below} or {below + world_size} would"
+            f"{name}: {size} does not divide by {world_size} ranks; "
+            f"{lower} or {lower + world_size} would"
         )
     return None
 
@@ -216,7 +216,7 @@ def _check_split(name: str, size: int, facts: Facts) -> None:
         if largest_fit > 1:  # then every even number splits
             remedy = f"{max(samples_per_rank // 2 * 2, 2) * facts.world_size}, or {remedy}"
         raise ConfigError(
-            f"{name}: {size} leaves micro-batches of one sample ({samples_per_rank} for each process, "
+            f"{name}: {size} leaves micro-batches of one sample ({samples_per_rank} for each rank, "
             f"{largest_fit} at once), too few for BatchNorm; take {remedy}"
         )
 
@@ -240,12 +240,12 @@ def _size_changes(train: TrainConfig, facts: Facts) -> list[SizeChange]:
     if schedule.NAME == "milestones":
         later = [(start, size // world_size) for start, size in schedule.MILESTONES]
         return milestones([(0, first), *later], facts.max_micro_batch_size)
-    size = schedule.LAST if schedule.LAST is not None else train.EFFECTIVE_BATCH_SIZE
+    size = train.EFFECTIVE_BATCH_SIZE
     last = _constant_split(train, facts).samples_per_rank if size is None else size // world_size
     if size is None and last < first:
         raise ConfigError(
-            f"{SCHEDULE}.FIRST: {schedule.FIRST} is above {last * world_size}, what fits x processes x "
-            f"TRAIN.ACCUMULATION_STEPS, where the batch would end; lower it or set {SCHEDULE}.LAST"
+            f"{SCHEDULE}.FIRST: {schedule.FIRST} is above {last * world_size}, what fits x ranks x "
+            f"TRAIN.ACCUMULATION_STEPS, where the batch would end; lower it or set {EFFECTIVE}"
         )
     length = schedule.LENGTH if schedule.LENGTH is not None else train.EPOCHS - 1
     return growth(schedule.NAME, first, last, length, facts.max_micro_batch_size)

@@ -40,6 +40,7 @@ class BatchPlan:
         epochs: the stages of each epoch.
         lr_scales: `lr_scale` for each effective batch size of the run.
         keep_rest: whether an epoch ends with a smaller step of the micro-batches that are left.
+        max_steps: TRAIN.MAX_STEPS, which may end the run within its last epoch.
         notes, warnings: sentences for the user; see `plan_advice`.
     """
 
@@ -56,6 +57,7 @@ class BatchPlan:
     epochs: tuple[tuple[Stage, ...], ...]
     lr_scales: dict[int, float]
     keep_rest: bool = False
+    max_steps: int | None = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -85,6 +87,11 @@ class BatchPlan:
     def total_steps(self) -> int:
         """Optimizer steps of the run."""
         return sum(self.steps_per_epoch)
+
+    def is_over(self, epoch: int, samples_done: int) -> bool:
+        """Whether no step is left after `epoch` epochs and `samples_done` samples of the next one."""
+        is_last = epoch == self.num_epochs - 1 and self.max_steps is not None
+        return epoch >= self.num_epochs or (is_last and not self.rest_of_epoch(epoch, samples_done))
 
     @property
     def changes(self) -> bool:
@@ -138,17 +145,19 @@ class BatchPlan:
     def _replanned_rest(self, epoch: int, samples_done: int) -> list[Stage]:
         """The steps of a resumed epoch whose samples so far are no whole steps of this plan."""
         stages, end, planned = [], 0, self.epochs[epoch]
+        is_cut = self.max_steps is not None and epoch == self.num_epochs - 1
+        num_samples = self.samples_per_epoch[epoch] if is_cut else self.num_samples
         if self.keep_rest and len(planned) > 1:
             planned = planned[:-1]  # the smaller step at the end is worked out anew
         for stage in planned:
             end += stage.num_steps * stage.effective_batch_size
-            limit = self.num_samples if stage is planned[-1] else end
+            limit = num_samples if stage is planned[-1] else end
             steps = max(limit - samples_done, 0) // stage.effective_batch_size
             if steps:
                 stages.append(replace(stage, num_steps=steps))
                 samples_done += steps * stage.effective_batch_size
         size = planned[-1].micro_batch_size
-        micro_batches = (self.num_samples - samples_done) // (self.world_size * size)
+        micro_batches = (num_samples - samples_done) // (self.world_size * size)
         if self.keep_rest and micro_batches > 0:  # fewer than 0 if the dataset has shrunk
             stages.append(Stage(micro_batches * size, micro_batches, self.world_size, num_steps=1))
         return stages
@@ -188,7 +197,7 @@ class BatchPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for `config.yaml`, checkpoints and W&B."""
-        steps = self.steps_per_epoch
+        steps = self.steps_per_epoch[: -1 if self.max_steps and self.num_epochs > 1 else None]
         plan: dict[str, Any] = {
             "MICRO_BATCH": self.micro_batch_size,
             "ACCUMULATION_STEPS": self.accumulation_steps,
@@ -241,7 +250,7 @@ def plan_batches(
     """
     if facts.num_samples < facts.world_size:
         raise DataError(
-            f"{facts.num_samples} training samples are too few for {facts.world_size} processes"
+            f"{facts.num_samples} training samples are too few for {facts.world_size} ranks"
         )
     splits, epochs = plan_epochs(train, facts)
     sizes = [split.samples_per_rank * facts.world_size for split in splits]  # effective batch sizes
@@ -264,7 +273,9 @@ def plan_batches(
         splits,
         optimizer=name,
         learning_rate=learning_rate,
-        min_steps=min(steps_per_epoch),
+        min_steps=facts.num_samples // effective_batch_size
+        if train.MAX_STEPS
+        else min(steps_per_epoch),
     )
     warmup_steps, notes = planned_warmup(schedule, steps_per_epoch, lr_scales[sizes[0]])
     return BatchPlan(
@@ -281,6 +292,7 @@ def plan_batches(
         epochs=epochs,
         lr_scales=lr_scales,
         keep_rest=keeps_rest(train),
+        max_steps=train.MAX_STEPS,
         notes=(*unused_keys(train), *notes),
         warnings=() if advice is None else (advice,),
     )

@@ -56,7 +56,8 @@ def planned_warmup(
     wanted = round(WARMUP_FRACTION * sum(steps_per_epoch))
     steps = max(1, min(wanted, steps_in(WARMUP_MAX_EPOCHS, steps_per_epoch)))
     return steps, [
-        f"OPTIMIZER.LR_SCALING multiplies the rate by {first_lr_scale:.4g} and no warm-up is set, so one of "
+        f"OPTIMIZER.LR_SCALING multiplies the learning rate by {first_lr_scale:.4g} and no "
+        "warm-up is set, so one of "
         f"{counted(steps, 'step')} is added "
         f"({WARMUP_FRACTION:.0%} of training, at most {WARMUP_MAX_EPOCHS} epochs); "
         "SCHEDULE.WARMUP_STEPS sets another"

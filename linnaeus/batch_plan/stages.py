@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -134,6 +135,7 @@ def split_epochs(
     world_size: int,
     *,
     keep_rest: bool,
+    max_steps: int | None = None,
 ) -> tuple[tuple[Stage, ...], ...]:
     """The stages of each epoch, in which each rank sees `samples_per_epoch`.
 
@@ -141,15 +143,18 @@ def split_epochs(
         changes: the splits of the run with ascending starts, the first 0.
         unit: `epochs` or `steps`, what the starts count.
         keep_rest: end an epoch with a smaller step of the micro-batches left over; else they are left out.
+        max_steps: optimizer steps of all epochs; decides in place of `num_epochs`.
     """
-    epochs, step = [], 0
-    for epoch in range(num_epochs):
-        samples_left, stages = samples_per_epoch, []
+    epochs: list[tuple[Stage, ...]] = []
+    step, last_step = 0, sys.maxsize if max_steps is None else max_steps
+    while len(epochs) < num_epochs if max_steps is None else step < max_steps:
+        epoch, samples_left = len(epochs), samples_per_epoch
+        stages: list[Stage] = []
         while True:
             position = epoch if unit == "epochs" else step
             following = bisect.bisect_right(changes, position, key=lambda change: change.start)
             split = changes[following - 1].split
-            steps = samples_left // split.samples_per_rank
+            steps = min(samples_left // split.samples_per_rank, last_step - step)
             if unit == "steps" and following < len(changes):
                 steps = min(steps, changes[following].start - step)
             if steps == 0:
@@ -159,7 +164,7 @@ def split_epochs(
             )
             step, samples_left = step + steps, samples_left - steps * split.samples_per_rank
         size = split.micro_batch_size
-        if keep_rest and (num_micro_batches := samples_left // size):
+        if keep_rest and step < last_step and (num_micro_batches := samples_left // size):
             stages.append(
                 Stage(num_micro_batches * size, num_micro_batches, world_size, num_steps=1)
             )

@@ -9,10 +9,10 @@ from linnaeus.runtime.words import counted
 
 
 def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode) -> list[str]:
-    """One line for each figure of the plan, without notes and warnings, and without what is switched off."""
+    """One line for each number of the plan, without notes and warnings, and without what is switched off."""
     rows = {
         "batch": f"{plan.micro_batch_size} micro-batch x {plan.accumulation_steps} accumulation x "
-        f"{counted(plan.world_size, 'process')} = {counted(plan.effective_batch_size, 'sample')} per "
+        f"{counted(plan.world_size, 'rank')} = {counted(plan.effective_batch_size, 'sample')} per "
         "optimizer step"
     }
     if plan.changes:
@@ -25,6 +25,9 @@ def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode)
         f"{_span(plan.steps_per_epoch)} per epoch, {plan.total_steps} in all (TRAIN.EPOCHS "
         f"{plan.num_epochs}); {_span(plan.samples_per_epoch)} of {plan.num_samples} samples per epoch"
     )
+    if plan.max_steps is not None:
+        epochs = sum(plan.samples_per_epoch) / plan.num_samples
+        rows["steps"] = f"{plan.total_steps} in all (TRAIN.MAX_STEPS), {epochs:.4g} epochs"
     rows["rate"] = f"{plan.learning_rate:.6g} at the peak (the optimizer's own)"
     if isinstance(optimizer, OptimizerConfig):
         ratio = f"{plan.effective_batch_size}/{optimizer.BASE_BATCH_SIZE}"

@@ -12,10 +12,10 @@ from pathlib import Path
 from linnaeus.cli.parser import (
     CommandParser,
     Options,
-    check_files,
     option,
     read_plot,
     read_table,
+    unwritable,
 )
 from linnaeus.config.overrides import expanded
 from linnaeus.runtime.errors import ConfigError
@@ -29,7 +29,7 @@ Puts trained runs side by side: what differs in their configurations, their metr
 RUN is the folder of a run, a folder with runs below it such as a sweep's, or a pattern such as 'runs/lr*'.
 """
 DETAILS = """\
-Runs that are going on, were interrupted or have failed are shown with what they have measured so far.
+Runs that have not ended, were interrupted or have failed are shown with what they have measured so far.
 
 examples:
   linnaeus compare runs
@@ -46,7 +46,7 @@ _NOT_ENTERED = re.compile(rf"\.|{LOGS}$|{CHECKPOINTS}$|wandb$|__pycache__$")
 
 @dataclass
 class CompareOptions(Options):
-    """What is compared, and where the figures go; `aside` are runs that are left out."""
+    """What is compared, and where the metrics go; `aside` are runs that are left out."""
 
     metric: str | None = option(
         "validation metric that is compared; default: top-1 of the finest level, or the loss",
@@ -58,7 +58,7 @@ class CompareOptions(Options):
         "KEY",
     )
     output: Path | None = option(
-        "also write the figures: .json, .jsonl or .csv by its ending", "FILE", read_table
+        "also write the metrics: .json, .jsonl or .csv by its ending", "FILE", read_table
     )
     plot: Path | None = option("also draw a picture: .png or .svg by its ending", "FILE", read_plot)
     aside: list[Path] = field(default_factory=list)
@@ -74,9 +74,9 @@ def read(argv: Sequence[str]) -> tuple[CompareOptions, list[Path]]:
     if not names and not problems:
         problems.append("RUN: name the folders of runs, such as runs, or 'runs/lr*'")
     folders = find_runs(names, problems, options.aside)
+    problems += unwritable({"--output": options.output, "--plot": options.plot})
     if problems:
         raise ConfigError(problems)
-    check_files({"--output": options.output, "--plot": options.plot})
     return options, folders
 
 
@@ -102,12 +102,12 @@ def run(options: CompareOptions, folders: Sequence[Path]) -> int:
             "name their folders to compare them"
         )
     console = make_console()
-    console.print(runs.table(console))
+    console.print(runs.table())
     for sentence in runs.sentences():
         console.print(sentence, soft_wrap=True)
     if options.output is not None:
         runs.save(options.output)
-        console.print(f"figures: {options.output.resolve()}", soft_wrap=True)
+        console.print(f"metrics: {options.output.resolve()}", soft_wrap=True)
     if options.plot is not None:
         draw_runs(runs, options.plot)
         console.print(f"picture: {options.plot.resolve()}", soft_wrap=True)

@@ -9,30 +9,27 @@ from pathlib import Path
 
 from linnaeus.cli.parser import CommandParser, RunOptions, choice, option, read_count
 from linnaeus.inference.export import FORMATS, OUTPUTS
-from linnaeus.inference.paths import STDIN, problem_of
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.signals import StopRequest
 
 DESCRIPTION = """\
 Writes a trained run's model as a file that other programs read, with its classes, taxonomy and preprocessing
-in it. The file is read back at once and must give the run's outputs on real images.
+in it. The file is read back at once and must give the run's outputs.
 """
 DETAILS = """\
 formats:
   safetensors     the weights; the description is in the header
   onnx            for onnxruntime and others; needs pip install 'linnaeus[export]'
   torch-export    for torch.export.load, without the model's code
-  timm            a folder for timm.create_model("local-dir:FOLDER", pretrained=True), with one level's head
 
 ONNX and torch.export files take images [B, C, H, W], normalised, with any B, and give probabilities [B,
-classes] for each level, by its name. The check uses --images, else validation images of the run, else noise,
-and says which. Where the outputs differ, this is an error and nothing is written.
+classes] for each level, by its name. If the outputs of file and run differ on random pixels, this is an error
+and nothing is written.
 
 examples:
   linnaeus export runs/birds --format onnx --output birds.onnx
   linnaeus export runs/birds --format onnx --preprocessing --half --opset 20
-  linnaeus export runs/birds --format timm --output birds_timm --level species
-  linnaeus export runs/birds --format torch-export --images photos/
+  linnaeus export runs/birds --format torch-export
 
 exit codes: 0 done, 1 it cannot be exported so, or gives other outputs, 2 option, 130 Ctrl-C, 143 SIGTERM
 """
@@ -40,25 +37,16 @@ exit codes: 0 done, 1 it cannot be exported so, or gives other outputs, 2 option
 
 @dataclass
 class ExportOptions(RunOptions):
-    """What to export, and where to; `images` are words for `inference.paths.walk`."""
+    """What to export, and where to."""
 
     format: str = choice("kind of file", FORMATS, "")
     output: Path | None = option(
-        "file, or folder for timm; one that is there is replaced; default: "
-        "export/model.<ending> or export/timm in the run's folder",
+        "file; one that is there is replaced; default: export/model.<ending> in the run's folder",
         "FILE",
         Path,
     )
     outputs: str = choice(
         "what ONNX and torch.export files give; default probabilities", OUTPUTS, "probabilities"
-    )
-    level: str | None = option("level whose head timm gets; default: the finest", "NAME")
-    images: list[str] = option(
-        "files, folders and patterns for the check, up to the next option",
-        "FILE ...",
-        list,
-        list,
-        takes=lambda _: True,
     )
     opset: int | None = option(
         "version of ONNX's operators; default: the exporter's own", "N", read_count
@@ -84,11 +72,6 @@ def read(argv: Sequence[str]) -> tuple[ExportOptions]:
     problems += [f"RUN: name one run, and not {word} too" for word in words]
     if not options.format and not any(problem.startswith("--format") for problem in problems):
         problems.append(f"--format: is missing; give one of {', '.join(FORMATS)}")
-    problems += [
-        f"--images: {word}: {problem}" for word in options.images if (problem := problem_of(word))
-    ]
-    if STDIN in options.images:
-        problems.append("--images: takes no list from standard input")
     if problems:
         raise ConfigError(problems)
     return (options,)
@@ -116,8 +99,6 @@ def run(options: ExportOptions) -> int:
             options.format,
             options.output,
             outputs=options.outputs,
-            level=options.level,
-            images=options.images,
             opset=options.opset,
             half=options.half,
             preprocessing=options.preprocessing,
@@ -126,7 +107,7 @@ def run(options: ExportOptions) -> int:
     verdict = "equal"
     if exported.difference is not None:
         verdict = f"{exported.kind} differ by at most {exported.difference:.2g}"
-    print(f"read back and compared with the run on {exported.origin}: {verdict}")
+    print(f"read back and compared with the run: {verdict}")
     return 0
 
 
@@ -136,4 +117,8 @@ PARSER = CommandParser(
     words="RUN --format FORMAT [options]",
     description=DESCRIPTION,
     details=DETAILS,
+    gone={
+        "--images": "is gone; leave it out: the check needs no images",
+        "--level": "is gone; docs/export.md shows how to make a folder for timm from a safetensors file",
+    },
 )

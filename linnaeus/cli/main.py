@@ -41,7 +41,7 @@ COMMANDS = {
     "compare": "runs side by side: what differs, metrics and learning curves",
     "evaluate": "a trained run on labelled data: accuracy per level and class, calibration",
     "predict": "classes of images, by a trained run",
-    "export": "a trained run as safetensors, ONNX, torch.export or timm files",
+    "export": "a trained run as a safetensors, ONNX or torch.export file",
 }
 """The commands, each with what it does."""
 NOT_WITH_TORCHRUN = (
@@ -95,7 +95,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
         )  # which submit workers
         if rank is not None and (submits or command in NOT_WITH_TORCHRUN):
             raise ConfigError(
-                f"torchrun: {command} takes no processes from it; run it alone: linnaeus {shlex.join(tokens)}"
+                f"torchrun: {command} takes no ranks from it; run it alone: linnaeus {shlex.join(tokens)}"
             )
     except ConfigError as error:  # every rank has read the same command line
         if is_main:
@@ -109,7 +109,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
         if submits:
             from linnaeus.sweep.slurm import submit_command
 
-            folder = None  # a run of `train` goes on in its folder when the job is queued again
+            folder = None  # a run of `train` resumes in its folder when the job is queued again
             if command == "train":
                 folder = request[1].EXPERIMENT.folder
             print(

@@ -22,7 +22,6 @@ from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import CHECKPOINTS, CONFIG, suggest_run, temporary_name
 from linnaeus.sweep.slurm import FLAGS, LaunchOptions, problems_with
 
-AUTOBATCH = "DATA.AUTOBATCH"
 COMPLETION = 'eval "$(register-python-argcomplete linnaeus)"'
 """What a shell's start-up file needs for completion with TAB."""
 _NUMBER = re.compile(r"-([.\d]|(inf|nan)$)")
@@ -357,14 +356,12 @@ def _is_option(token: str) -> bool:
 def read_request(
     parser: CommandParser[Given],
     argv: Sequence[str],
-    check: Callable[[Given], list[str]] = lambda _: [],
     *,
     references: bool = False,
 ) -> str | tuple[Given, Config]:
     """Read the command line of a command with a configuration, and make sure that its files can be written.
 
-    `check` gives one sentence for each problem of options with each other. `references` is as for
-    `load_config`.
+    `references` is as for `load_config`; the device of a job of SLURM need not be here.
 
     Returns:
         The configuration as text where it is asked for, else the arguments of the command's `run`.
@@ -376,7 +373,8 @@ def read_request(
     from linnaeus.config.dump import to_yaml  # help and completion do not wait for OmegaConf
     from linnaeus.config.load import load_config
 
-    problems += check(options)
+    files = ("output", "plot", "preview")
+    problems += unwritable({f"--{name}": vars(options).get(name) for name in files})
     paths = {
         word: hint
         for word in parse_command_line(words).stray
@@ -384,14 +382,17 @@ def read_request(
     }
     problems += paths.values()
     try:
-        loaded = load_config([word for word in words if word not in paths], references=references)
+        loaded = load_config(
+            [word for word in words if word not in paths],
+            references=references,
+            is_here=options.launch.launcher != "slurm",
+        )
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
         raise ConfigError(problems)
     if loaded.print_config:
         return to_yaml(loaded.config)
-    check_files({f"--{name}": vars(options).get(name) for name in ("output", "plot")})
     return options, loaded.config
 
 
@@ -414,12 +415,8 @@ def _suggested_command(parser: CommandParser[Given], word: str) -> str | None:
     return f"{word!r} is a directory; to use its images, run: {typed}"
 
 
-def check_files(files: Mapping[str, Path | None]) -> None:
-    """Make sure that files, by the option that names them, can be written: before hours of work.
-
-    Raises:
-        ConfigError: names each file that cannot be written.
-    """
+def unwritable(files: Mapping[str, Path | None]) -> list[str]:
+    """Return a sentence for each file, by the option that names it, that cannot be written."""
     problems = []
     for name, path in files.items():
         reason = None
@@ -433,8 +430,7 @@ def check_files(files: Mapping[str, Path | None]) -> None:
             reason = error.strerror
         if reason is not None:
             problems.append(f"{name}: {path} cannot be written: {reason}; choose another file")
-    if problems:
-        raise ConfigError(problems)
+    return problems
 
 
 def read_path(endings: Sequence[str], text: str) -> Path:

@@ -21,6 +21,7 @@ from linnaeus.runtime.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from torch import Tensor
 
     from linnaeus.cli.analyze.rates import RateTest
@@ -79,17 +80,10 @@ _STYLE = {
 
 
 @contextmanager
-def drawing(
-    path: Path,
-    title: str,
-    num_rows: int = 1,
-    num_columns: int = 2,
-    panel_height: float = 4.8,
-    panel_width: float = 6.4,
-) -> Iterator[list[list[Axes]]]:
-    """Draw in the panels, rows of them; the picture is written at the end of the context, atomically.
+def drawing(path: Path, title: str, width: float, height: float) -> Iterator[Figure]:
+    """Draw in a figure of these inches; the picture is written at the end of the context, atomically.
 
-    The path's ending is the format. Sizes of a panel are in inches.
+    The path's ending is the format.
 
     Raises:
         LinnaeusError: the file cannot be written.
@@ -105,11 +99,9 @@ def drawing(
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # a reader sees the box
-        figure = Figure((panel_width * num_columns, panel_height * num_rows), layout="constrained")
-        figure.suptitle(
-            textwrap.fill(title, int(CHARACTERS_PER_INCH * panel_width * num_columns)), fontsize=11
-        )
-        yield figure.subplots(num_rows, num_columns, squeeze=False).tolist()
+        figure = Figure((width, height), layout="constrained")
+        figure.suptitle(textwrap.fill(title, int(CHARACTERS_PER_INCH * width)), fontsize=11)
+        yield figure
         buffer, kind = io.BytesIO(), path.suffix.lower().removeprefix(".")
         metadata = {"Date": None} if kind == "svg" else None
         figure.savefig(buffer, format=kind, dpi=120, transparent=True, metadata=metadata)
@@ -141,6 +133,7 @@ def draw_runs(runs: Comparison, path: Path) -> None:
     """Draw the learning curves of runs, their best values and their training times, the best first.
 
     Runs that differ in the seed alone are one line, their mean, in a band from the lowest to the highest.
+    A curve has the colour of its run's name.
     """
     import pandas as pd
     from matplotlib.ticker import MaxNLocator
@@ -149,27 +142,32 @@ def draw_runs(runs: Comparison, path: Path) -> None:
     num_finished = sum(row.state.status == "finished" for row in runs.rows)
     title = f"{num_finished} of {counted(len(runs.rows), 'run')} finished"
     lines = runs.lines()[:MAX_NAMES]
-    height = max(4.8, 0.3 * len(lines))
-    with drawing(path, title, num_columns=3, panel_height=height) as [[left, middle, right]]:
-        left.set(title="learning curves", xlabel="epoch", ylabel=metric)
-        left.xaxis.set_major_locator(MaxNLocator(integer=True))
-        for number, (label, rows) in enumerate(lines):
+    labels = [textwrap.fill(_short(label, 60), 30) for label, _ in lines]
+    height = 1 + sum(0.12 + 0.15 * len(label.split("\n")) for label in labels)
+    with drawing(path, title, 8, 4 + height) as figure:
+        panels: dict[str, Any] = figure.subplot_mosaic(
+            [["curves", "curves"], ["best", "time"]], height_ratios=[4, height]
+        )
+        curves, best = panels["curves"], panels["best"]
+        curves.set(title="learning curves", xlabel="epoch", ylabel=metric)
+        curves.xaxis.set_major_locator(MaxNLocator(integer=True))
+        for number, (_, rows) in enumerate(lines):
             found = {n: row.curve(metric) for n, row in enumerate(rows)}
-            curves = pd.DataFrame(found, dtype=float).sort_index().dropna(how="all")
+            values = pd.DataFrame(found, dtype=float).sort_index().dropna(how="all")
             color, dash = SERIES[number % len(SERIES)], DASHES[number % len(DASHES)]
             if number >= len(SERIES):
-                left.plot(curves.index, curves.mean(axis=1), color=INK, alpha=0.3, zorder=1)
-                continue
-            if not curves.empty:
-                look: dict[str, Any] = {"color": color, "marker": ".", "label": _short(label)}
-                left.plot(curves.index, curves.mean(axis=1), dash, **look)
-                ends = curves.min(axis=1), curves.max(axis=1)
-                left.fill_between(curves.index, *ends, color=color, alpha=0.18, linewidth=0)
-        for panel, name in ((middle, f"best {metric}"), (right, "training_s")):
-            panel.set(title=name.replace("training_s", "training time"), xlabel=name)
-            panel.set_yticks(range(len(lines)), [_short(label) for label, _ in lines])
-            panel.set_ylim(len(lines) - 0.5, -0.5)
-            panel.tick_params(labelleft=panel is middle)
+                curves.plot(values.index, values.mean(axis=1), color=INK, alpha=0.3, zorder=1)
+            elif not values.empty:
+                curves.plot(values.index, values.mean(axis=1), dash, color=color, marker=".")
+                ends = values.min(axis=1), values.max(axis=1)
+                curves.fill_between(values.index, *ends, color=color, alpha=0.18, linewidth=0)
+        for panel, title, name in (
+            (best, f"best {metric}", f"best {metric}"),
+            (panels["time"], "training time (s)", "training_s"),
+        ):
+            panel.set(title=title, ylim=(len(lines) - 0.5, -0.5))
+            panel.set_yticks(range(len(lines)), labels, fontsize=9)
+            panel.tick_params(labelleft=panel is best)
             for number, (_, rows) in enumerate(lines):
                 color = SERIES[number] if number < len(SERIES) else INK
                 for row in rows:
@@ -177,12 +175,12 @@ def draw_runs(runs: Comparison, path: Path) -> None:
                     face = color if row.state.status == "finished" else "none"
                     if value is not None:
                         panel.plot([value], [number], "o", color=color, markerfacecolor=face)
-                    elif panel is middle:
+                    elif panel is best:
                         text = "not measured"
                         panel.text(0.5, number, text, transform=panel.get_yaxis_transform())
-        right.set_xlim(left=0)
-        if len(lines) > 1 and left.lines:
-            left.legend(title="the best" if len(lines) > len(SERIES) else None)
+        for label, color in zip(best.get_yticklabels(), SERIES, strict=False):
+            label.set_color(color)
+        panels["time"].set_xlim(left=0)
 
 
 # Analyses.
@@ -192,8 +190,9 @@ def draw_analysis(analysis: Analysis, title: str, path: Path) -> None:
     """Draw measured peaks, budgets and the sizes chosen of the unchanged configuration."""
     first = [row for row in analysis.sorted_rows() if row.variant == analysis.rows[0].variant]
     modes = list(dict.fromkeys(row.mode for row in first))
-    with drawing(path, title, num_columns=len(modes)) as [panels]:
-        for axes, mode in zip(panels, modes, strict=True):
+    with drawing(path, title, 7, 4.2 * len(modes)) as figure:
+        panels = figure.subplots(len(modes), squeeze=False)
+        for axes, mode in zip(panels.flat, modes, strict=True):
             axes.set(title=f"{mode}: memory", xlabel="batch size", ylabel="peak memory (GiB)")
             rows = [row for row in first if row.mode == mode]
             trials = {(trial.size, trial.peak_bytes) for row in rows for trial in row.trials}
@@ -225,7 +224,8 @@ def draw_analysis(analysis: Analysis, title: str, path: Path) -> None:
 def draw_rates(test: RateTest, title: str, path: Path) -> None:
     """Draw the loss against the learning rate."""
     rates, losses, smoothed = zip(*(row.values() for row in test.rows), strict=True)
-    with drawing(path, title, num_columns=1) as [[axes]]:
+    with drawing(path, title, 7, 4.8) as figure:
+        axes = figure.subplots()
         axes.set(title="learning rate range test", xlabel="OPTIMIZER.LR", ylabel="training loss")
         axes.plot(rates, losses, color=INK, alpha=0.4, label="each step")
         axes.plot(rates, smoothed, color=BLUE, label="smoothed")
@@ -243,7 +243,8 @@ def draw_evaluation(levels: Sequence[LevelFigures | SetFigures], title: str, pat
     """Draw calibration and confusions of each level; where samples have several labels, its classes."""
     from linnaeus.inference.figures import SetFigures
 
-    with drawing(path, title, num_rows=len(levels), panel_height=5.4) as panels:
+    with drawing(path, title, 12.8, 5.4 * len(levels)) as figure:
+        panels = figure.subplots(len(levels), 2, squeeze=False)
         for level, (left, right) in zip(levels, panels, strict=True):
             name = level.level.name
             has_samples = level.classes.num_samples > 0

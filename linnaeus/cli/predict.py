@@ -19,13 +19,13 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 from linnaeus.cli.parser import (
     CommandParser,
     RunOptions,
-    check_files,
     choice,
     option,
     read_count,
     read_number,
     read_path,
     read_table,
+    unwritable,
 )
 from linnaeus.data import unread_note
 from linnaeus.data.split_file import SPLIT_FILE, read_split
@@ -161,9 +161,9 @@ def read(argv: Sequence[str]) -> tuple[PredictOptions]:
             "IMAGES: '-' reads standard input, which a SLURM job lacks; pass files, directories or patterns, "
             "or drop --launcher slurm"
         )
+    problems += unwritable({"--output": options.output, "--features": options.features})
     if problems:
         raise ConfigError(problems)
-    check_files({"--output": options.output, "--features": options.features})
     return (options,)
 
 

@@ -8,7 +8,7 @@ import re
 import stat
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import yaml
-from rich.cells import cell_len
 
 from linnaeus.cli.tables import cell, save_figures, shortened, table
 from linnaeus.config.dump import PLAN
@@ -36,7 +35,6 @@ from linnaeus.runtime.run_folder import OUTPUT, RUN, State, last_line, read_resu
 from linnaeus.sweep.folder import ASKED, flattened
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
 SEED = "EXPERIMENT.SEED"
@@ -53,8 +51,6 @@ _LINE_BYTES = 1 << 20
 """No line of a run is as long: what follows is not read."""
 _MOST_KEYS, _MOST_LETTERS = 8, 24
 """Differing keys that have a column on the screen, and letters of a value; a preset may change dozens."""
-_SPARE = ("warm-up", "rate", "images/s", "training s", "size", "batch")
-"""Columns that a narrow terminal leaves out, in this order; then keys, the last one first."""
 _DEFAULTS = {dotted(path): key.default for path, key in KEYS.items()}
 _PLANNED = {
     "MICRO_BATCH": "batch_size",
@@ -76,7 +72,7 @@ class Row:
         folder: where its files are.
         state: how far it has come.
         config: its configuration by dotted key; None where that is not known.
-        planned: figures of its batch plan, and of `result.json` where it has ended well.
+        planned: numbers of its batch plan, and of `result.json` where it has ended well.
         history: validation metrics by epochs trained, ascending; None for a value that is not finite.
         problems: what cannot be read.
         values: the text of each key in which the runs differ.
@@ -87,7 +83,7 @@ class Row:
     state: State = field(default_factory=lambda: State("not run"))
     config: Mapping[str, Any] | None = None
     planned: Mapping[str, Any] = field(default_factory=dict)
-    history: Mapping[int, Mapping[str, float | None]] = field(default_factory=dict)
+    history: Mapping[float, Mapping[str, float | None]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     values: dict[str, str] = field(default_factory=dict)
     name: str = ""
@@ -105,17 +101,18 @@ class Row:
 
     @property
     def headline(self) -> str | None:
-        """The metric that decides which checkpoint is best: top-1 of the finest level, or the loss."""
+        """The metric that decides which checkpoint is best: by default top-1 of the finest level."""
         levels = [name for name in self.metrics if name.startswith(("top1/", "map/"))]
         names = levels or self.metrics[:1]
-        headline: str | None = self.planned.get("headline", names[-1] if names else None)
+        own = (self.config or {}).get("TRAIN.BEST_METRIC") or (names[-1] if names else None)
+        headline: str | None = self.planned.get("headline", own)
         return headline
 
-    def curve(self, metric: str) -> dict[int, float | None]:
+    def curve(self, metric: str) -> dict[float, float | None]:
         """The values of a metric by epoch."""
         return {epoch: values[metric] for epoch, values in self.history.items() if metric in values}
 
-    def best(self, metric: str) -> tuple[float, int] | None:
+    def best(self, metric: str) -> tuple[float, float] | None:
         """The best value and the first epoch that has it; None where no value is finite."""
         values = {epoch: value for epoch, value in self.curve(metric).items() if value is not None}
         if not values:
@@ -155,7 +152,7 @@ class Row:
 
 @dataclass
 class Comparison:
-    """Runs side by side, finished or not, in the order shown; the notes say what the figures do not."""
+    """Runs side by side, finished or not, in the order shown; the notes say what the metrics do not."""
 
     rows: list[Row] = field(default_factory=list)
     wanted_metric: str | None = None
@@ -202,18 +199,16 @@ class Comparison:
             return -score(metric, statistics.fmean(values)) if values else float("inf")
 
         names = short_names(list(self.rows[0].values))
-        lines = [
-            (
-                rows[0].title
-                if len(rows) == 1
-                else ", ".join(
-                    [f"{names[key]}={text}" for key, text in rows[0].values.items() if key != SEED]
-                    + [f"{len(rows)} seeds"]
-                ),
-                rows,
-            )
-            for rows in groups.values()
-        ]
+        lines = []
+        for rows in groups.values():
+            values = dict(rows[0].values)
+            is_mean = len(rows) > 1 and SEED in values
+            if is_mean:
+                del values[SEED]
+            seeds = [f"{len(rows)}\N{NO-BREAK SPACE}seeds"] if is_mean else []
+            label = ", ".join([*(f"{names[key]}={text}" for key, text in values.items()), *seeds])
+            has_name = len(rows) == 1 and "=" not in (rows[0].name or "=")
+            lines.append((rows[0].title if has_name or not label else label, rows))
         return sorted(lines, key=place)
 
     def sort(self, key: str) -> None:
@@ -236,17 +231,12 @@ class Comparison:
                 "effective_batch"
             )
         is_ascending = key.startswith("-") == (is_metric and larger_is_better(name))
-        values = (record[column] for record in records)
-        order = pd.Series([None if value == "" else value for value in values], dtype=object)
-        numbers = pd.to_numeric(order, errors="coerce")
-        order = (
-            numbers
-            if (numbers.notna() == order.notna()).all()
-            else order.map(str, na_action="ignore")
-        )
-        self.rows = [
-            self.rows[n] for n in order.sort_values(ascending=is_ascending, kind="stable").index
-        ]
+        values = pd.Series([record[column] for record in records], dtype=object).replace("", None)
+        numbers = pd.to_numeric(values, errors="coerce")
+        if numbers.count() < values.count():
+            numbers = values.map(str, na_action="ignore")
+        order = numbers.sort_values(ascending=is_ascending, kind="stable").index
+        self.rows = [self.rows[n] for n in order]
 
     def save(self, path: Path) -> None:
         """Write a file, atomically, in the format that its ending names: `.json`, `.jsonl` or `.csv`."""
@@ -265,60 +255,38 @@ class Comparison:
         """What cannot be read of the runs."""
         return [f"{row.title}: {problem}" for row in self.rows for problem in row.problems]
 
-    def table(self, console: Console, title: str = "Runs") -> Table:
-        """One line per run: what differs, the batch plan, the metric at the end and at its best.
+    def table(self, title: str = "Runs") -> Table:
+        """Return a line per run: what differs, the batch size, the metric last and at its best, and the time.
 
-        Columns that do not fit on the console are left out, and named below the table.
+        Of many keys the last ones are left out, and named below the table.
         """
         rows, metric = self.rows, self.metric
         keys = list(rows[0].values)
         names = short_names(keys)
-        columns: dict[str, Callable[[Row], str]] = {
-            names[key]: lambda row, key=key: shortened(row.values[key], _MOST_LETTERS)  # type: ignore[misc]
-            for key in keys
+        hidden = keys[_MOST_KEYS:]
+        texts = {
+            names[key]: [shortened(row.values[key], _MOST_LETTERS) for row in rows]
+            for key in keys[:_MOST_KEYS]
         }
-        is_split = any(
-            row.planned.get("batch_size") != row.planned.get("effective_batch") for row in rows
-        )
-
-        def best(row: Row) -> str:
-            found = row.best(metric)
-            return "" if found is None else f"{found[0]:.4f} @{found[1]}"
-
-        figures: dict[str, Callable[[Row], str]] = {
-            "size": lambda row: cell(row.planned.get("batch_size"), ".0f") if is_split else "",
-            "batch": lambda row: cell(row.planned.get("effective_batch"), ".0f"),
-            "rate": lambda row: cell(row.planned.get("learning_rate"), ".3g"),
-            "warm-up": lambda row: cell(row.planned.get("warmup_steps"), ".0f"),
-            metric: lambda row: cell(row.figure(metric), ".4f"),
-            "best": best,
-            "training s": lambda row: cell(row.planned.get("training_s"), ".1f"),
-            "images/s": lambda row: cell(row.planned.get("images_per_s"), ".0f"),
-        }
-        columns |= {name: text for name, text in figures.items() if any(map(text, rows))}
-        columns |= {"status": lambda row: row.state.status}
-        texts = {name: [text(row) for row in rows] for name, text in columns.items()}
-        texts = {"run": [row.title for row in rows], **texts}
         # The names of a sweep's runs are their values.
-        are_named = not keys or any("=" not in (row.name or "=") for row in rows)
-        last_first = [names[key] for key in reversed(keys)]
-        hidden = last_first[: max(len(keys) - _MOST_KEYS, 0)]
-        spare = [name for name in (*_SPARE, *last_first) if name in texts and name not in hidden]
-        widths = {
-            name: max(map(cell_len, [name, *(word for text in found for word in text.split())]))
-            for name, found in texts.items()
+        if hidden or not keys or any("=" not in (row.name or "=") for row in rows):
+            texts = {"run": [row.title for row in rows], **texts}
+        best = [row.best(metric) for row in rows]
+        figures = {
+            "batch": [cell(row.planned.get("effective_batch"), ".0f") for row in rows],
+            metric: [cell(row.figure(metric), ".4f") for row in rows],
+            "best": [f"{found[0]:.4f} @{found[1]}" if found else "" for found in best],
+            "training s": [cell(row.planned.get("training_s"), ".1f") for row in rows],
         }
-        while True:
-            has_names = are_named or not {*hidden}.isdisjoint(last_first)
-            left_out = {*hidden, *([] if has_names else ["run"])}
-            shown = [name for name in texts if name not in left_out]
-            if not spare or sum(widths[name] + 3 for name in shown) < console.width:
-                break
-            hidden.append(spare.pop(0))
-        cells = zip(*(texts[name] for name in shown), strict=True)
-        found = table(title, shown, cells, left={*shown}.difference(figures))
+        columns = {
+            **texts,
+            **{name: found for name, found in figures.items() if any(found)},
+            "status": [row.state.status for row in rows],
+        }
+        lines = zip(*columns.values(), strict=True)
+        found = table(title, [*columns], lines, left={"status", *texts})
         if hidden:
-            found.caption = f"not shown: {', '.join(name for name in texts if name in hidden)}"
+            found.caption = f"not shown: {', '.join(names[key] for key in hidden)}"
         return found
 
     def sentences(self) -> list[str]:
@@ -456,7 +424,7 @@ def _version(path: Path) -> tuple[int, int, bool] | None:
 def _config(
     path: Path, version: tuple[int, int, bool] | None
 ) -> tuple[Mapping[str, Any] | None, Mapping[str, Any], str]:
-    """A configuration by dotted key, the figures of its batch plan, and why they are not known."""
+    """A configuration by dotted key, the numbers of its batch plan, and why they are not known."""
     if version is None:
         return None, {}, f"there is no {path.name}; what differs is not known of it"
     try:
@@ -499,9 +467,9 @@ def _section(text: str) -> Any:
 @lru_cache(maxsize=4096)
 def _history(
     path: Path, version: tuple[int, int, bool] | None
-) -> tuple[Mapping[int, Mapping[str, float | None]], bool]:
+) -> tuple[Mapping[float, Mapping[str, float | None]], bool]:
     """The validations in a `metrics.jsonl`, and whether it is damaged; foreign lines count as they can."""
-    records: dict[int, dict[str, float | None]] = {}
+    records: dict[float, dict[str, float | None]] = {}
     if version is None or not version[2]:
         return {}, version is not None
     is_damaged = False
@@ -521,7 +489,7 @@ def _history(
                     continue
                 if (
                     record.get("split", "val") == "val"
-                    and type(epoch) is int
+                    and type(epoch) in (int, float)
                     and 0 <= epoch < 1 << 31
                 ):
                     others = ("step", "epoch", "split", "time")

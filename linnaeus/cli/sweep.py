@@ -16,16 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from linnaeus.cli.parser import (
     CommandParser,
     Options,
-    check_files,
     choice,
     option,
     read_count,
-    read_plot,
 )
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.runtime.files import SWEEP
@@ -57,12 +55,12 @@ The sweep is a folder, <EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>: sweep.json has
 a folder <values> below it, with its output in logs/output.txt. Every combination is checked before the first
 run starts. Workers take the runs: --jobs N starts N on this machine, each with its share of the GPUs and CPU
 cores; with --launcher slurm they are an array of N jobs. linnaeus work FOLDER starts one more, on any machine
-that sees the folder. A run whose worker has died is taken over and goes on from its checkpoint.
+that sees the folder. A run whose worker has died is taken over and resumes from its checkpoint.
 
-Called again, the command skips what has finished, goes on with what was interrupted, and tries what failed
+Called again, the command skips what has finished, resumes what was interrupted, and tries what failed
 once more; in a search, a failed run is one of the --trials and is not repeated. Other values need another
 EXPERIMENT.NAME. Ctrl-C ends the workers started here, with checkpoints (twice: at once), and leaves jobs of
-SLURM. The figures are in sweep.csv and figures.json beside the runs.
+SLURM. The metrics are in sweep.csv, figures.json and sweep.png beside the runs.
 
 examples:
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,64,128
@@ -78,7 +76,7 @@ JOBS_OF_A_SEARCH = 4
 """Workers of a search on SLURM by default: the more at once, the less each can learn from the others."""
 LOOK_S, LOOK_AT_QUEUE_S = 1.0, 10.0
 """Pauses between two looks at the runs: of workers here, and of jobs."""
-METRIC = re.compile(r"loss|consistent|(top1|top5|map|f1)/.+")
+METRIC = re.compile(r"loss|consistent|(top1|top5|macro|map|f1)/.+")
 """Names of validation metrics."""
 _FRAME_LINES = 8
 """Lines of the live table beside its rows."""
@@ -91,7 +89,8 @@ logger = logging.getLogger("linnaeus.sweep")
 def _read_metric(text: str) -> str:
     if not METRIC.fullmatch(text):
         raise ValueError(
-            f"{text!r} is not a metric; use loss, consistent, top1/LEVEL, top5/LEVEL, map/LEVEL or f1/LEVEL"
+            f"{text!r} is not a metric; use loss, consistent, top1/LEVEL, top5/LEVEL, macro/LEVEL, map/LEVEL "
+            "or f1/LEVEL"
         )
     return text
 
@@ -104,9 +103,6 @@ class SweepOptions(Options):
         "validation metric that is compared; default: top-1 of the finest level, or the loss",
         "NAME",
         _read_metric,
-    )
-    plot: Path | None = option(
-        "picture: .png or .svg by its ending; default sweep.png beside the runs", "FILE", read_plot
     )
     jobs: None = option(
         "workers, and so runs at once; default: 1 (it uses all GPUs); on SLURM one for each run (4 in a "
@@ -179,7 +175,6 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
         raise ConfigError(problems)
     if line.print_config:
         return "---\n".join(f"# {point.title}\n{to_yaml(config)}" for point, config in plans)
-    check_files({"--plot": options.plot})
     folder = Path(plans[0][1].EXPERIMENT.OUTPUT_DIR)
     entries = plans if options.search is None else plans[:1]
     sweep = Sweep.of(
@@ -202,12 +197,13 @@ def _plans(
     from linnaeus.sweep.folder import plan_run
 
     plans: list[Plan] = []
+    compositions: dict[Any, Any] = {}
     combinations_with: dict[str, list[Combination]] = {}
     for combination in combinations:
         try:
             # One folder for all, also where the name of the sweep follows what is swept.
             folder = plans[0][1].EXPERIMENT.OUTPUT_DIR if plans else None
-            config = plan_run(combination, folder, references=references)
+            config = plan_run(combination, folder, references=references, compositions=compositions)
             plans.append((combination, config))
             for problem in _ineffective(combination, config):
                 combinations_with.setdefault(problem, []).append(combination)
@@ -243,7 +239,7 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
     Raises:
         ConfigError: the folder cannot be written to, or is that of another sweep; no run whose status is
             asked for has the metric.
-        LostFolderError: the folder was renamed or deleted while the runs went on.
+        LostFolderError: the folder was renamed or deleted while its runs trained.
         LinnaeusError: sbatch has refused the job.
     """
     from linnaeus.runtime.console import make_console
@@ -334,7 +330,7 @@ def _table_of(runs: Sequence[SweepRun], metric: str | None) -> Comparison:
 
 def _show(table: Comparison, console: Console) -> None:
     if table.rows:
-        console.print(table.table(console))
+        console.print(table.table())
         for sentence in table.sentences():
             console.print(sentence, soft_wrap=True)
     else:
@@ -350,25 +346,23 @@ def _missing_metric(table: Comparison) -> str | None:
 def _report(
     options: SweepOptions, sweep: Sweep, study: Study | None, console: Console
 ) -> Comparison:
-    """Show the figures, and write them to the files."""
+    """Show the metrics, and write them to the files."""
     from linnaeus.cli.plots import draw_runs
 
     table = _comparison(sweep, study, options)
     _show(table, console)
     if not table.rows:
         return table
-    plot = options.plot or sweep.folder / "sweep.png"
     try:
         for name in ("figures.json", "sweep.csv"):
             table.save(sweep.folder / name)
-        logger.info("figures: %s and sweep.csv", sweep.folder.resolve() / "figures.json")
-        draw_runs(table, plot)
-        logger.info("picture: %s", plot.resolve())
+        draw_runs(table, sweep.folder / "sweep.png")
+        logger.info("written: %s, sweep.csv, sweep.png", sweep.folder.resolve() / "figures.json")
     except (OSError, LinnaeusError) as error:  # a full disk
-        logger.warning("the figures cannot be written: %s", error)
+        logger.warning("the metrics cannot be written: %s", error)
     if left := _num_with(table, "running", "interrupted", "not run"):
         logger.info(
-            "%s left; the same command goes on, and linnaeus work %s is one more worker",
+            "%s left; the same command resumes, and linnaeus work %s is one more worker",
             counted(left, "run"),
             shlex.quote(str(sweep.folder)),
         )
@@ -421,7 +415,7 @@ def _watch(
                 numbers = Counter(state.status for state in states)
                 title = ", ".join(f"{number} {status}" for status, number in numbers.items())
                 table = _table_of([run for run in runs if run.folder in shown] or runs[:1], metric)
-                live.update(table.table(console, title), refresh=True)
+                live.update(table.table(title), refresh=True)
             if is_over and (received or not any(state.status == "running" for state in states)):
                 return
             time.sleep(pause_s)
@@ -444,7 +438,7 @@ class Share:
 
     @property
     def num_processes(self) -> int:
-        """Processes of a run: one for each GPU."""
+        """Ranks of a run: one for each GPU."""
         return max(len(self.gpus or ()), 1)
 
     def env(self) -> dict[str, str]:
@@ -600,7 +594,7 @@ def _watch_jobs(watch: Watch, options: SweepOptions, sweep: Sweep, received: Seq
     )
     watch(lambda: not received and is_queued(number, now=True), received, LOOK_AT_QUEUE_S)
     if received:
-        logger.info("SLURM job %s goes on; scancel %s ends it, with checkpoints", number, number)
+        logger.info("SLURM job %s runs on; scancel %s ends it, with checkpoints", number, number)
 
 
 def _dry_run(options: SweepOptions, sweep: Sweep, shares: Sequence[Share]) -> str:
@@ -628,5 +622,8 @@ PARSER = CommandParser(
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the configuration of each run, and exit",
-    gone={"--predict-gpu": "is gone; predict one run with linnaeus analyze --predict --gpu NAME"},
+    gone={
+        "--plot": "is gone; the picture is sweep.png beside the runs",
+        "--predict-gpu": "is gone; predict one run with linnaeus analyze --predict --gpu NAME",
+    },
 )

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from linnaeus.cli.main import COMMANDS
-from linnaeus.cli.parser import CommandParser, Options, check_files, option, read_path, read_request
+from linnaeus.cli.parser import CommandParser, Options, option, read_path, read_request
 from linnaeus.config.keys import NODES, available
 from linnaeus.config.schema import Config
 
@@ -62,10 +62,7 @@ def read(argv: Sequence[str]) -> str | tuple[TrainOptions, Config]:
     Raises:
         ConfigError: lists everything that is wrong.
     """
-    request = read_request(PARSER, argv, references=True)
-    if not isinstance(request, str):
-        check_files({"--preview": request[0].preview})
-    return request
+    return read_request(PARSER, argv, references=True)
 
 
 def run(options: TrainOptions, config: Config) -> int:

@@ -14,7 +14,7 @@ Takes runs of a sweep that nobody has, one after another, until none is left.
 """
 DETAILS = """\
 The folder is made by linnaeus sweep; any machine that sees it may work. A run whose worker has died is
-taken over and goes on from its checkpoint. Failed runs are left; linnaeus sweep, called as before, lets
+taken over and resumes from its checkpoint. Failed runs are left; linnaeus sweep, called as before, lets
 workers take them again. Ctrl-C saves a checkpoint and gives the run back; a second one ends it at once.
 
 examples:
@@ -28,13 +28,13 @@ exit codes: 0 its runs ended well, 1 some did not, 2 the folder or an option, 13
 
 @dataclass
 class WorkOptions(Options):
-    """The sweep, and the processes of each run."""
+    """The sweep, and the ranks of each run."""
 
     folder: Path = Path()
     jobs: None = option(
         "workers, with --launcher slurm; default: 1", "N", read_count, launches=True
     )
-    nproc: int | None = option("processes of each run, with torchrun; default: 1", "N", read_count)
+    nproc: int | None = option("ranks of each run, with torchrun; default: 1", "N", read_count)
 
 
 def read(argv: Sequence[str]) -> tuple[WorkOptions]:
@@ -49,7 +49,7 @@ def read(argv: Sequence[str]) -> tuple[WorkOptions]:
     if len(words) != 1:
         problems.append(f"'{' '.join(words)}': name the folder of one sweep, such as runs/my_exp")
     if options.launch.launcher == "slurm" and options.nproc is not None:
-        problems.append("--nproc: on SLURM a run has a process for each GPU; give gpus-per-node=N")
+        problems.append("--nproc: on SLURM a run has a rank for each GPU; give gpus-per-node=N")
     if options.launch.launcher == "local" and options.launch.jobs is not None:
         problems.append(
             "--jobs: is for --launcher slurm; here, start linnaeus work once for each worker"

@@ -59,6 +59,9 @@ def unknown_key(path: Path, value: str) -> str:
     other = None if real and real.lower() == name.lower() else alias(name, value)
     if other or real:
         return f"; {other or f'did you mean {real}?'}"
+    upper = tuple(str(part).upper() for part in node)
+    if upper in PLUGGABLE_PATHS and upper != node:
+        return f"; did you mean {dotted((*upper, path[-1]))}?"
     if node in PLUGGABLE_PATHS:
         return f"; {dotted(node)} takes other keys when {dotted(node)}._target_ is set"
     return ""

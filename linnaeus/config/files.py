@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -16,7 +16,7 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from linnaeus.config.aliases import alias
-from linnaeus.config.keys import NODES, PRESETS
+from linnaeus.config.keys import NODES, PRESETS, names_in, suggest
 from linnaeus.config.overrides import Override
 from linnaeus.config.values import escape
 from linnaeus.runtime.errors import ConfigError
@@ -130,9 +130,9 @@ def compose_files(
                 elif _sets_node(group) and group not in lowest:
                     lowest.append(group)
                 else:
-                    raise ConfigError(_sentence(error, own)) from None
+                    raise ConfigError(_sentence(error, own, folders)) from None
             except Exception as error:  # Hydra raises errors of many kinds for a broken list
-                raise ConfigError(_sentence(error, own)) from None
+                raise ConfigError(_sentence(error, own, folders)) from None
             finally:
                 GlobalHydra.instance().hydra = around
     chosen = config.hydra.runtime.choices
@@ -149,19 +149,30 @@ def _sets_node(group: str) -> bool:
 
 def chosen_files(
     own: Iterable[File], chosen: Mapping[str, str], folders: Sequence[FilePath]
-) -> Iterator[File]:
-    """The files of groups, and those that a list of `own` names, as far as they lie in the folders."""
-    lists = (file.defaults for file in own if isinstance(file.defaults, list))
-    names = [("", name) for entries in lists for name in entries if isinstance(name, str)]
-    for group, name in [*names, *((key.partition("@")[0], name) for key, name in chosen.items())]:
+) -> list[File]:
+    """Return the files of groups, and all that defaults lists name, as far as they lie in the folders."""
+    found: list[File] = []
+    names = [("", name) for file in own for name in _listed(file)]
+    names += [(key.partition("@")[0], name) for key, name in chosen.items()]
+    for group, name in names:  # a list that grows
         places = (folder / group / f"{name}.yaml" for folder in folders)
         if path := next(filter(FilePath.is_file, places), None):
             file = read_file(str(path), "defaults", group.replace("/", "."))
-            yield replace(file, name=f"preset {group}={name}") if PRESETS in path.parents else file
+            names += [(group, each) for each in _listed(file)]
+            found.append(
+                replace(file, name=f"preset {group}={name}") if PRESETS in path.parents else file
+            )
+    return found[::-1]  # a file wins over those that its list names
 
 
-def _sentence(error: Exception, own: Mapping[str, File]) -> str:
-    """What Hydra finds wrong, in one sentence."""
+def _listed(file: File) -> list[str]:
+    """Return the files that a defaults list names beside groups."""
+    entries = file.defaults if isinstance(file.defaults, list) else []
+    return [name for name in entries if isinstance(name, str) and name != "_self_"]
+
+
+def _sentence(error: Exception, own: Mapping[str, File], folders: Sequence[FilePath]) -> str:
+    """Return Hydra's error as one sentence, with the closest name for a file that is not there."""
     if isinstance(error, RecursionError):
         return "defaults: the files lead back to themselves, or are nested too deeply"
     text = re.split(r"Config search path:| : Override\(", str(error))[0]
@@ -169,4 +180,5 @@ def _sentence(error: Exception, own: Mapping[str, File]) -> str:
     text = text.replace(f"In '{_PRIMARY}': ", "")
     for name, file in own.items():
         text = text.replace(f"'{name}'", file.name).replace(name, file.name)
-    return f"defaults: {text}"
+    group, _, name = (getattr(error, "missing_cfg_file", None) or "").rpartition("/")
+    return f"defaults: {text.rstrip('.')}{suggest(name, names_in(group, folders)) if name else ''}"

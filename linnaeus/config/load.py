@@ -34,7 +34,7 @@ from linnaeus.config.keys import (
 from linnaeus.config.overrides import CommandLine, Override, parse_command_line, typed_keys
 from linnaeus.config.references import missing_references
 from linnaeus.config.schema import Config
-from linnaeus.config.values import escape, map_texts, own_resolvers, register
+from linnaeus.config.values import map_texts, own_resolvers, register
 from linnaeus.runtime.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -60,28 +60,35 @@ class LoadedConfig:
 
 
 def load_config(
-    argv: Sequence[str], below: File | None = None, *, references: bool = False
+    argv: Sequence[str],
+    base: File | None = None,
+    *,
+    references: bool = False,
+    is_here: bool = True,
+    compositions: dict[Any, Any] | None = None,
 ) -> LoadedConfig:
     """Load the configuration that a command line describes.
 
     Args:
         argv: the tokens after the program's name.
-        below: a file that the command line wins over, as `read_run_config` and `settings_of` give.
+        base: a file with less precedence than the command line, as `read_run_config` gives.
         references: whether files, folders, classes and names of timm that values name must be there.
+        is_here: whether the device must be there too: the run starts on this machine.
+        compositions: of earlier calls, for many command lines with the same files and presets.
 
     Raises:
         ConfigError: lists all problems.
     """
     line = parse_command_line(argv)
     try:
-        found = _Sources(line, below)
+        found = _Sources(line, base, {} if compositions is None else compositions)
         cfg = [name for option, name in line.sources if option != "--config-dir"]
         checked = Checked(found.tree, found.origin, cfg[-1] if cfg else None)
     except RecursionError:
         raise ConfigError("values are nested too deeply to be read") from None
     problems = [*line.problems, *found.problems]
     wanted = references and not line.print_config
-    missing = dict(missing_references(checked)) if wanted else {}
+    missing = dict(missing_references(checked, is_here=is_here)) if wanted else {}
     groups = {group.partition("/")[0] for group in found.chosen}
     for path, problem in (missing | checked.wrong).items():
         if path[0] in groups and found.origin(path) != COMMAND_LINE:
@@ -94,11 +101,6 @@ def load_config(
     if problems or checked.config is None:
         raise ConfigError(problems)
     return LoadedConfig(checked.config, line.print_config, frozenset(found.typed))
-
-
-def settings_of(nodes: Mapping[str, Any], name: str) -> File:
-    """The nodes of a resolved configuration; messages say that they come from the file `name`."""
-    return File(name, escape(nodes))
 
 
 def read_run_config(path: FilePath) -> File:
@@ -116,22 +118,21 @@ def read_run_config(path: FilePath) -> File:
     return file
 
 
-class _Sources:
-    """What the files, presets and keys of a command line set.
+class _Composition:
+    """Files and presets, without the keys of a command line.
 
     Attributes:
         tree: nested mappings of values.
         chosen: the name chosen in each group.
-        typed: the keys that the command line sets.
+        files: those read, lowest precedence first.
         problems: one sentence for each file or choice that cannot be used.
     """
 
-    def __init__(self, line: CommandLine, below: File | None) -> None:
+    def __init__(self, line: CommandLine) -> None:
         self.tree: dict[Any, Any] = {}
         self.chosen: dict[str, str] = {}
         self.problems: list[str] = []
-        self.typed = typed_keys(line.overrides)
-        self._files = [below] if below else []
+        self.files: list[File] = []
         user_folders = [FilePath(name) for option, name in line.sources if option == "--config-dir"]
         self.problems += [
             f"{folder}: no such folder (--config-dir)"
@@ -168,11 +169,32 @@ class _Sources:
                 or any(f.defaults is not None for f in files.values())
             ):
                 self.tree, self.chosen = compose_files(files, names, groups, folders)
-            self._files += [*chosen_files(files.values(), self.chosen, folders), *files.values()]
+            self.files += [*chosen_files(files.values(), self.chosen, folders), *files.values()]
         except ConfigError as error:
             self.problems += error.problems
-        if below:
-            self.tree = _merged(below.tree, self.tree)
+
+
+class _Sources:
+    """What the files, presets and keys of a command line set.
+
+    Attributes:
+        tree: nested mappings of values.
+        chosen: the name chosen in each group.
+        typed: the keys that the command line sets.
+        problems: one sentence for each file or choice that cannot be used.
+    """
+
+    def __init__(
+        self, line: CommandLine, base: File | None, compositions: dict[Any, _Composition]
+    ) -> None:
+        key = tuple(line.sources), tuple(line.groups.values())
+        composed = compositions[key] = compositions.get(key) or _Composition(line)
+        self.tree, self.chosen = composed.tree, composed.chosen
+        self.problems = [*composed.problems]
+        self.typed = typed_keys(line.overrides)
+        self._files = [*([base] if base else []), *composed.files]
+        if base:
+            self.tree = _merged(base.tree, self.tree)
         tree = OmegaConf.create({name: child for name, child in self.tree.items() if name != PLAN})
         for override in line.overrides:
             try:

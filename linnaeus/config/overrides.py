@@ -178,9 +178,14 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
             line.groups[match[2]] = Override(match[2], text if is_choice else None, not is_choice)
         elif (match := _KEY.fullmatch(token)) and (match[3] is not None or match[1] == "~"):
             line.overrides.append(Override(match[2], match[3], delete=match[1] == "~"))
+        elif match and tokens and re.match(r"=(?!=)", tokens[0]):
+            value = tokens.popleft()[1:] or (tokens.popleft() if tokens else "VALUE")
+            line.problems.append(f"{match[2]}: no blanks around `=`; write {match[2]}={value}")
         elif not match or not _is_key(match[2]):
             line.stray.append(token)
             hint = f"; did you mean --cfg {token}?" if token.endswith((".yaml", ".yml")) else ""
+            if line.overrides and line.overrides[-1].text == "":
+                hint = f"; write {line.overrides[-1].key}={token} without a blank"
             line.problems.append(
                 f"{token!r}: neither KEY VALUE, KEY=VALUE, group=preset nor an option{hint}"
             )

@@ -1,13 +1,14 @@
-"""Finds values that name what is not there: files, folders, classes, and models and optimizers of timm.
+"""Finds missing files, folders, classes and devices, and names that timm does not know.
 
-Imports neither torch nor timm nor a user's code. It reads their sources: a name that stands nowhere in them
-does not exist. A name that stands there may still be wrong, and the run says so later.
+Imports neither timm nor a user's code, and torch only for a named GPU. It reads their sources: a name that
+stands nowhere in them does not exist. A name that stands there may still be wrong, and the run says so later.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
@@ -17,7 +18,9 @@ from typing import Any
 from linnaeus.config.check import Checked
 from linnaeus.config.instantiate import targets
 from linnaeus.config.keys import Path, suggest
+from linnaeus.config.schema import WEIGHTINGS
 from linnaeus.config.values import IMAGE_FILES
+from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import suggest_path
 
 _SPLITS = ("TRAIN", "VAL", "TEST")
@@ -28,8 +31,11 @@ _TIMM = {
 """Keys that name something of timm: where, the pattern of the names there, and a noun."""
 
 
-def missing_references(checked: Checked) -> Iterator[tuple[Path, str]]:
-    """Each key that names what is not there, with the predicate of a sentence. Wrong keys are left out."""
+def missing_references(checked: Checked, *, is_here: bool) -> Iterator[tuple[Path, str]]:
+    """Return each key that names a missing thing, with the predicate of a sentence. Wrong keys are left out.
+
+    The device must be there if the run `is_here`, on this machine.
+    """
     for path, value in checked.values.items():
         for key, name in targets({path[-1]: value}, path[:-1]):
             if problem := _missing_target(str(name)):
@@ -41,6 +47,14 @@ def missing_references(checked: Checked) -> Iterator[tuple[Path, str]]:
     for key, place in _paths(checked):
         if not place.expanduser().exists():
             yield key, f"there is no {place}{suggest_path(place)}"
+    key, device = ("EXPERIMENT", "DEVICE"), checked.values.get(("EXPERIMENT", "DEVICE"))
+    if is_here and device not in (None, "auto", "cpu"):
+        from linnaeus.runtime.distributed import resolve_device  # loads torch, which knows devices
+
+        try:
+            resolve_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        except ConfigError as error:
+            yield key, error.problems[0].removeprefix("EXPERIMENT.DEVICE: ")
 
 
 def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
@@ -61,7 +75,7 @@ def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
     if not checked.values.get(("TRAIN", "AUTO_RESUME")):  # a resumed run does not read them
         files.append(("MODEL", "WEIGHTS"))
     for key in files:
-        if (file := checked.values.get(key)) and file != "balanced":
+        if (file := checked.values.get(key)) and file not in WEIGHTINGS:
             yield key, FilePath(file)
 
 
@@ -92,10 +106,10 @@ def _missing_target(name: str) -> str | None:
     if spec is None:
         return f"there is no module {module}"
     while rest and spec.submodule_search_locations is not None:
-        below = PathFinder.find_spec(f"{module}.{rest[0]}", [*spec.submodule_search_locations])
-        if below is None:
+        inner = PathFinder.find_spec(f"{module}.{rest[0]}", [*spec.submodule_search_locations])
+        if inner is None:
             break
-        module, spec, rest = f"{module}.{rest[0]}", below, rest[1:]
+        module, spec, rest = f"{module}.{rest[0]}", inner, rest[1:]
     if not rest or spec.origin is None or not spec.origin.endswith(".py"):
         return None
     source = FilePath(spec.origin).read_text(encoding="utf-8", errors="replace")

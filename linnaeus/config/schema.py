@@ -21,8 +21,11 @@ from linnaeus.autobatch.settings import SearchSettings
 PLUGGABLE = ("MODEL", "DATA.DATASET", "LOSS", "OPTIMIZER")
 """The nodes that a `_target_` may replace."""
 
-WEIGHT_FILES = (".csv", ".json", ".yaml", ".yml")
+WEIGHT_FILES = (".json", ".yaml", ".yml")
 """Endings of the files that LOSS.CLASS_WEIGHTS takes."""
+
+WEIGHTINGS = ("balanced", "effective")
+"""Values of LOSS.CLASS_WEIGHTS that count the training samples of each class."""
 
 MAX_PIXELS = 178_956_970
 """Pixels above which Pillow takes an image for a decompression bomb."""
@@ -121,15 +124,34 @@ def _crop_scale(value: list[float] | None) -> str | None:
 
 def _policy(value: str) -> str | None:
     own = ("none", "randaugment", "trivialaugment")
-    if value in own or re.fullmatch(r"(rand|augmix)(-[a-z]+[\d.]+)*|originalr?|3a", value):
+    if value in own or re.fullmatch(r"(rand|augmix|(original|v0)r?)(-[a-z]+[\d.]+)*|3a", value):
         return None
     return f"must be {', '.join(own)} or a policy of timm, such as rand-m9-mstd0.5-inc1 or 3a"
 
 
-def _weights_source(value: str | None) -> str | None:
-    if value is None or value == "balanced" or PurePath(value).suffix.lower() in WEIGHT_FILES:
+def _transforms(value: list[Any]) -> str | None:
+    names = [node.get("_target_") if isinstance(node, dict) else None for node in value]
+    if all(isinstance(name, str) and all(map(str.isidentifier, name.split("."))) for name in names):
         return None
-    return f"must be `balanced` or a file with the ending {', '.join(WEIGHT_FILES)}"
+    return "each must be a mapping {_target_: dotted path of a transform, argument: value, ...}"
+
+
+def _weights_source(value: str | None) -> str | None:
+    if value in (None, *WEIGHTINGS) or PurePath(str(value)).suffix.lower() in WEIGHT_FILES:
+        return None
+    return f"must be {', '.join(WEIGHTINGS)} or a file with the ending {', '.join(WEIGHT_FILES)}"
+
+
+def _pos_weight(value: Any) -> str | None:
+    if value in (None, "balanced") or (type(value) in (int, float) and 0 < value < math.inf):
+        return None
+    return "must be `balanced` or a number above 0"
+
+
+def _profile(value: list[int] | None) -> str | None:
+    if value is None or (len(value) == 2 and value[0] <= value[1]):
+        return None
+    return "must be [first, last] with first <= last"
 
 
 def _milestones(value: list[list[int]]) -> str | None:
@@ -161,7 +183,7 @@ class ExperimentConfig:
     NAME: str | None = key(
         None,
         "name of the run, and of its folder in OUTPUT_DIR; null is the name of the last `--cfg` file without "
-        "its ending, else that of the folder of the images, else that of the dataset",
+        "its ending, else that of the manifest or of the folder of the images, else that of the dataset",
         check=_run_name,
     )
     OUTPUT_DIR: str = key("runs", "folder that holds the folders of all runs")
@@ -305,17 +327,29 @@ class AugmentConfig:
         le=1,
         check=_crop_scale,
     )
+    CROP_RATIO: list[float] = key(
+        lambda: [0.75, 4 / 3],
+        "width over height of a random crop, [low, high]",
+        gt=0,
+        check=_crop_scale,
+    )
     HFLIP: float | None = key(
         None,
         "probability of a horizontal flip; null is 0.5 for `imagefolder` and `manifest`, else 0",
         ge=0,
         le=1,
     )
+    VFLIP: float = key(0.0, "probability of a vertical flip", ge=0, le=1)
     ROTATION: float = key(
         0.0, "largest random rotation to either side", unit="degrees", ge=0, le=180
     )
     COLOR_JITTER: float = key(
         0.0, "strength of random changes of brightness, contrast and saturation", ge=0
+    )
+    HUE: float = key(0.0, "strength of random changes of hue, in turns", ge=0, le=0.5)
+    GRAYSCALE: float = key(0.0, "probability that the colors become gray", ge=0, le=1)
+    BLUR: float = key(
+        0.0, "probability of a Gaussian blur, with a deviation of 0.1 to 2 pixels", ge=0, le=1
     )
     POLICY: str = key(
         "none",
@@ -328,6 +362,19 @@ class AugmentConfig:
         "const",
         "what an erased rectangle shows: MEAN (`const`), one random color (`rand`) or noise (`pixel`)",
         choices=("const", "rand", "pixel"),
+    )
+    ERASING_COUNT: int = key(1, "largest number of erased rectangles in an image", ge=1)
+    TRAIN: list[Any] = key(
+        list,
+        "your own transforms, after the others, on uint8 [channels, height, width]: `_target_` nodes of "
+        "torchvision v2, of albumentations, or of a callable from a tensor to a tensor",
+        check=_transforms,
+    )
+    REPEATS: int = key(
+        1,
+        "times that a sample comes in an epoch, each time augmented anew; the epoch keeps its length and "
+        "has that part of the samples",
+        ge=1,
     )
     MIXUP: float = key(
         0.0,
@@ -435,9 +482,10 @@ class AutoBatchConfig:
     STRATEGY: str = _search_key("strategy")
     TOLERANCE: float = _search_key("tolerance")
     MULTIPLE_OF: int = _search_key("multiple_of")
+    REPEATS: int = _search_key("repeats")
     MEMORY_LIMIT_GB: float | None = _search_key(
         "memory_limit_gb",
-        "each process may hold TARGET_MEMORY_FRACTION of this at most, whatever others use",
+        "each rank may hold TARGET_MEMORY_FRACTION of this at most, whatever others use",
         unit="GiB",
     )
     MAX_TRIALS: int = _search_key("max_trials")
@@ -461,13 +509,11 @@ class DataConfig:
     DATASET: Any = key(DatasetConfig, "the dataset, or a `_target_` node")
     BATCH_SIZE: int = key(
         64,
-        "samples of a training micro-batch, per process; where TRAIN.EFFECTIVE_BATCH_SIZE or "
+        "samples of a training micro-batch, per rank; where TRAIN.EFFECTIVE_BATCH_SIZE or "
         "TRAIN.BATCH_SCHEDULE is set, the upper bound of the micro-batch size",
         ge=1,
     )
-    BATCH_SIZE_VAL: int = key(
-        "${DATA.BATCH_SIZE}", "samples of a validation batch, per process", ge=1
-    )
+    BATCH_SIZE_VAL: int = key("${DATA.BATCH_SIZE}", "samples of a validation batch, per rank", ge=1)
     IMG_SIZE: Any = key(
         None,
         "side of a square image, or [height, width]; null is that of the weights, else the dataset's own "
@@ -477,7 +523,7 @@ class DataConfig:
     )
     NUM_WORKERS: int | None = key(
         None,
-        "loader processes per training process; 0 loads in the latter; null is up to 8, "
+        "loader processes per rank; 0 loads in the rank itself; null is up to 8, "
         "one for each CPU core, for image files and `_target_` datasets, and 0 for data in memory",
         ge=0,
     )
@@ -517,8 +563,15 @@ class DataConfig:
     SAMPLER: str = key(
         "shuffle",
         "training samples of an epoch: `shuffle` takes each once; `balanced` draws as many, with "
-        "replacement, each class of the finest level equally often",
-        choices=("shuffle", "balanced"),
+        "replacement, each class of the finest level equally often; `sqrt` draws it in proportion to the "
+        "square root of its samples",
+        choices=("shuffle", "balanced", "sqrt"),
+    )
+    LIMIT_TRAIN_SAMPLES: int | None = key(
+        None, "train on so many random samples, the same in every epoch; null takes all", ge=1
+    )
+    LIMIT_VAL_SAMPLES: int | None = key(
+        None, "validate on so many random samples, always the same; null takes all", ge=1
     )
     AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and preprocessing")
     AUTOBATCH: AutoBatchConfig = key(AutoBatchConfig, "the batch-size search")
@@ -560,6 +613,11 @@ class ModelConfig:
         "start from the weights of another run (its folder), of one of its checkpoints, or of a file "
         "(.pt, .pth or .safetensors); null is random weights, unless PRETRAINED",
     )
+    TEACHER: str | None = key(
+        None,
+        "distill from this frozen model: a run (its folder, a checkpoint or an export), or a timm model "
+        "with weights; see LOSS.DISTILL_WEIGHT",
+    )
     FREEZE: Any = key(
         "none",
         "what does not train: `none`, `backbone`, or patterns of parameter names such as "
@@ -588,13 +646,32 @@ class LossConfig:
     FOCAL_GAMMA: float = key(2.0, "exponent of `focal`; 0 is cross-entropy", ge=0)
     CLASS_WEIGHTS: str | None = key(
         None,
-        "`balanced` weights each class by the inverse of its training samples; a file (.csv, .json, "
-        ".yaml) gives weights by class name; null is 1 each",
+        "`balanced` weights each class by the inverse of its training samples, `effective` by that of their "
+        "effective number; a file (.json, .yaml) gives weights by class name; null is 1 each",
         check=_weights_source,
+    )
+    EFFECTIVE_BETA: float = key(
+        0.999, "beta of `effective`; 0 weights all alike, near 1 it is `balanced`", ge=0, lt=1
+    )
+    LOGIT_ADJUSTMENT: float = key(
+        0.0,
+        "multiple of the logarithm of a class's share of the training samples, which `cross_entropy` and "
+        "`focal` add to its logit; 1 is balanced softmax",
+        ge=0,
+    )
+    POS_WEIGHT: Any = key(
+        None,
+        "weight of the present class in `bce`: a number, or `balanced` for absent over present labels of "
+        "each class; null is 1",
+        check=_pos_weight,
     )
     LEVEL_WEIGHTS: list[float] | None = key(
         None, "weight of each level, coarse to fine; null is 1 each", ge=0
     )
+    DISTILL_WEIGHT: float = key(
+        0.5, "share of the teacher's soft targets in the loss, with MODEL.TEACHER", ge=0, le=1
+    )
+    DISTILL_TEMPERATURE: float = key(2.0, "temperature of the soft targets", gt=0)
 
 
 @dataclass
@@ -622,7 +699,7 @@ class OptimizerConfig:
     LAYER_DECAY: float | None = key(
         None,
         "learning rate of a layer as a fraction of that of the layer behind it; the heads have LR; "
-        "null is the same rate for all",
+        "null is the same learning rate for all",
         gt=0,
         le=1,
     )
@@ -678,7 +755,7 @@ class ScheduleConfig:
     )
     MILESTONES: list[int] | None = key(
         None,
-        "`multistep`: finished epochs at which the rate drops; null is half and three quarters of "
+        "`multistep`: finished epochs at which the learning rate drops; null is half and three quarters of "
         "TRAIN.EPOCHS, rounded up",
         unit="epochs",
         ge=1,
@@ -687,7 +764,8 @@ class ScheduleConfig:
     GAMMA: float = key(0.1, "`step`, `multistep`, `plateau`: factor of each drop", gt=0, lt=1)
     PATIENCE: int = key(
         5,
-        "`plateau`: validations without improvement that are tolerated; the next one lowers the rate. "
+        "`plateau`: validations without improvement that are tolerated; the next one lowers "
+        "the learning rate. "
         "Metric and MIN_DELTA are those of TRAIN.EARLY_STOPPING",
         unit="validations",
         ge=0,
@@ -719,21 +797,15 @@ class BatchScheduleConfig:
 
     NAME: str = key(
         "constant",
-        "how the effective batch size goes from FIRST to LAST; `milestones` takes its sizes "
-        "from MILESTONES",
+        "how the effective batch size goes from FIRST to TRAIN.EFFECTIVE_BATCH_SIZE, or to the largest "
+        "that fits; `milestones` takes its sizes from MILESTONES",
         choices=("constant", "linear", "exponential", "milestones"),
     )
     FIRST: int | None = key(None, "effective batch size at the start", unit="samples", ge=1)
-    LAST: int | None = key(
-        None,
-        "effective batch size at the end; null is the size without a schedule",
-        unit="samples",
-        ge=1,
-    )
     UNIT: str = key("epochs", "unit of LENGTH and MILESTONES", choices=("epochs", "steps"))
     LENGTH: int | None = key(
         None,
-        "epochs or optimizer steps until LAST is reached; null reaches it in the last epoch",
+        "epochs or optimizer steps until the last size is reached; null reaches it in the last epoch",
         ge=1,
     )
     MILESTONES: list[list[int]] = key(
@@ -747,9 +819,7 @@ class BatchScheduleConfig:
 class NoiseScaleConfig:
     """The gradient noise scale: the effective batch size beyond which more samples per step gain little."""
 
-    ENABLED: bool = key(
-        False, "measure it, over several micro-batches per step or several processes"
-    )
+    ENABLED: bool = key(False, "measure it, over several micro-batches per step or several ranks")
     EVERY: int = key(10, "optimizer steps from one measurement to the next", ge=1)
     DECAY: float = key(
         0.98, "fraction of the running averages kept at each measurement", ge=0, lt=1
@@ -769,7 +839,7 @@ class EarlyStoppingConfig:
     METRIC: str | None = key(
         None,
         "metric of the validation that has to improve, such as `loss`; `plateau` watches it too; null "
-        "is the one that decides which checkpoint is best",
+        "is BEST_METRIC",
     )
     MIN_DELTA: float = key(0.0, "an improvement is larger than this", ge=0)
 
@@ -779,6 +849,17 @@ class TrainConfig:
     """The training loop and the training step."""
 
     EPOCHS: int = key(12, "passes over the training data", ge=1)
+    MAX_STEPS: int | None = key(
+        None,
+        "optimizer steps of the whole run, in place of EPOCHS; SCHEDULE ends with them; null trains EPOCHS",
+        ge=1,
+    )
+    OVERFIT_BATCHES: int | None = key(
+        None,
+        "train on so many effective batches, the same in every epoch, and validate on them without "
+        "augmentation; null takes all data",
+        ge=1,
+    )
     EARLY_STOPPING: EarlyStoppingConfig = key(EarlyStoppingConfig, "end before the last epoch")
     UNFREEZE_EPOCH: int | None = key(
         None,
@@ -788,8 +869,8 @@ class TrainConfig:
     )
     EFFECTIVE_BATCH_SIZE: int | None = key(
         None,
-        "samples per optimizer step over all processes, from which micro-batch size and accumulation "
-        "steps follow; null is DATA.BATCH_SIZE x processes x ACCUMULATION_STEPS",
+        "samples per optimizer step over all ranks, from which micro-batch size and accumulation "
+        "steps follow; null is DATA.BATCH_SIZE x ranks x ACCUMULATION_STEPS",
         unit="samples",
         ge=1,
     )
@@ -823,22 +904,34 @@ class TrainConfig:
     ON_OUT_OF_MEMORY: str = key(
         "raise",
         "when training runs out of memory: `raise` ends the run and says what held the memory; "
-        "`split` takes the optimizer step again with micro-batches of half the size, and goes on with these. "
-        "With several processes `split` ends the run with a checkpoint, from which AUTO_RESUME goes on so",
+        "`split` takes the optimizer step again with micro-batches of half the size, and trains on "
+        "with these. "
+        "With several ranks `split` ends the run with a checkpoint, which AUTO_RESUME resumes so",
         choices=("raise", "split"),
     )
-    SYNC_BATCHNORM: bool = key(False, "compute BatchNorm statistics over all processes")
-    DISTRIBUTE_BN: str = key(
-        "reduce",
-        "BatchNorm's running statistics before a validation: `reduce` averages them over the "
-        "processes, `broadcast` takes those of rank 0, `none` leaves each process its own, and then the "
-        "logged validation is not that of the checkpoint",
-        choices=("reduce", "broadcast", "none"),
-    )
+    SYNC_BATCHNORM: bool = key(False, "compute BatchNorm statistics over all ranks")
     DETERMINISTIC: bool = key(False, "use deterministic kernels only")
     LOG_EVERY: int = key(20, "optimizer steps between two lines of training metrics", ge=1)
+    PROFILE: list[int] | None = key(
+        None,
+        "[first, last]: optimizer steps, from 1, that torch's profiler traces to `logs/profile.json.gz`; "
+        "null traces none",
+        ge=1,
+        check=_profile,
+    )
     VALIDATE_EVERY: int = key(
         1, "epochs between two validations; the last epoch is always validated", ge=1
+    )
+    VALIDATE_EVERY_STEPS: int | None = key(
+        None,
+        "optimizer steps between two validations, in place of VALIDATE_EVERY; the last step is always "
+        "validated",
+        ge=1,
+    )
+    BEST_METRIC: str | None = key(
+        None,
+        "metric of the validation that decides which checkpoint is best, such as `macro/LEVEL` or `loss`; "
+        "early stopping and `plateau` watch it too; null is top-1 of the finest level, or the loss",
     )
     CHECKPOINT_EVERY: int = key(
         1, "epochs between two checkpoints; the last epoch always has one", ge=1
@@ -846,14 +939,11 @@ class TrainConfig:
     CHECKPOINT_EVERY_STEPS: int | None = key(
         None, "optimizer steps between checkpoints; null: none", ge=1
     )
-    CHECKPOINT_EVERY_MINUTES: float | None = key(
-        None,
-        "time between two checkpoints within an epoch; null writes none by time",
-        unit="minutes",
-        gt=0,
-    )
     KEEP_CHECKPOINTS: int = key(
         0, "checkpoints kept beside `last.pt`, `previous.pt` and `best.pt`", ge=0
+    )
+    KEEP_BEST: int = key(
+        0, "checkpoints of the best validations, kept as `best_STEP.pt` beside `best.pt`", ge=0
     )
     AUTO_RESUME: bool = key(False, "continue from the run's last checkpoint, if there is one")
     CALLBACKS: list[Any] = key(
@@ -866,10 +956,15 @@ class TrainConfig:
         choices=("lr",),
     )
 
+    @property
+    def most_epochs(self) -> int:
+        """Bound on the epochs of the run: an epoch has a step."""
+        return self.EPOCHS if self.MAX_STEPS is None else self.MAX_STEPS
+
 
 @dataclass
 class DistConfig:
-    """Processes under torchrun."""
+    """Ranks under torchrun."""
 
     BACKEND: str = key(
         "auto", "`auto` is nccl on CUDA, else gloo", choices=("auto", "nccl", "gloo")
@@ -878,11 +973,11 @@ class DistConfig:
         False, "allow steps in which some parameters get no gradient"
     )
     TIMEOUT_MINUTES: float = key(10.0, "timeout of collectives in training", unit="minutes", gt=0)
-    START_MINUTES: float = key(30.0, "longest wait for processes to start", unit="minutes", gt=0)
+    START_MINUTES: float = key(30.0, "longest wait for ranks to start", unit="minutes", gt=0)
     SHARDING: str = key(
         "none",
-        "`full` gives each process a part of every parameter, gradient and optimizer state (FSDP2), "
-        "`hybrid` does so within a node and keeps a copy on each node, `none` gives each process all",
+        "`full` gives each rank a part of every parameter, gradient and optimizer state (FSDP2), "
+        "`hybrid` does so within a node and keeps a copy on each node, `none` gives each rank all",
         choices=("none", "full", "hybrid"),
     )
     SHARD_BLOCKS: list[str] | None = key(
@@ -915,4 +1010,4 @@ class Config:
     OPTIMIZER: Any = key(OptimizerConfig, "the optimizer, or a `_target_` node")
     SCHEDULE: ScheduleConfig = key(ScheduleConfig, "learning rate over the run")
     TRAIN: TrainConfig = key(TrainConfig, "loop, step, precision, checkpoints")
-    DIST: DistConfig = key(DistConfig, "processes and their timeouts")
+    DIST: DistConfig = key(DistConfig, "ranks and their timeouts")

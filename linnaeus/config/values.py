@@ -177,6 +177,7 @@ def fill_nulls(root: DictConfig, cfg: str | None) -> set[tuple[str, ...]]:
     folder = of_dataset("ROOT")
     names = [
         Path(cfg).stem if cfg else "",
+        _name_of(of_dataset("TRAIN")) if is_files else "",
         Path(str(folder)).resolve().name if is_files and folder else "",
         str(target or of_dataset("NAME")).rpartition(".")[2],
         "run",
@@ -186,6 +187,12 @@ def fill_nulls(root: DictConfig, cfg: str | None) -> set[tuple[str, ...]]:
         next(name for name in names if name and check and not check(name))
     )
     return filled | {("EXPERIMENT", "NAME")}
+
+
+def _name_of(manifest: Any) -> str:
+    """The name of a run for a manifest such as `birds.csv`; empty for the default name and for a folder."""
+    path = Path(str(manifest or ""))
+    return path.stem if path.suffix and path.stem != "train" else ""
 
 
 @functools.cache
@@ -202,6 +209,6 @@ def moment() -> datetime:
 
         return datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())
     raise ValueError(
-        "these processes were not all started by one torchrun, so each would take another moment; let the "
+        "these ranks were not all started by one torchrun, so each would take another moment; let the "
         "shell put it in: EXPERIMENT.NAME=run-$(date +%F)"
     )

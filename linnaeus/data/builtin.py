@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -74,6 +75,10 @@ class ImageTensors(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.transform(self.images[index]), self.targets[index]
+
+    def take(self, rows: Tensor) -> ImageTensors:
+        """The samples at these indices."""
+        return replace(self, images=self.images[rows], targets=self.targets[rows])
 
 
 def build_digits(config: DataConfig) -> DataBundle:
@@ -206,6 +211,12 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         image = image + self.noise[start : start + numel].view(self.shape)
         return self.transform((image + 127.5).clamp_(0, 255).to(torch.uint8)), self.targets[index]
 
+    def take(self, rows: Tensor) -> SyntheticImages:
+        """As many samples of the classes at these indices."""
+        taken = copy.copy(self)
+        taken.labels, taken.targets = self.labels[rows], self.targets[rows]
+        return taken
+
 
 def build_synthetic(config: DataConfig) -> DataBundle:
     """Synthetic images of `DATA.IMG_SIZE` (default 64 x 64 pixels), with a pattern for each class to learn.
@@ -265,7 +276,7 @@ def _hide_labels(labels: Tensor, fraction: float) -> Tensor:
     """Labels [N, L], coarse to fine, of which the finer ones are unknown (-1) for a fraction of the samples.
 
     The finest label that stays known is at a random level above the finest one. Sample and fraction decide
-    it alone, so that every epoch, process and run sees the same labels.
+    it alone, so that every epoch, rank and run sees the same labels.
     """
     labels, most_known = labels.clone(), labels.shape[1] - 1
     for index in range(len(labels) if fraction else 0):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
@@ -77,18 +78,31 @@ def collate_pairs(samples: list[Any]) -> Batch:
     return Batch(inputs, targets)
 
 
+def limited(dataset: Dataset[Any], most: int | None, seed: int) -> Dataset[Any]:
+    """The dataset with at most so many random samples, in their order; the seed decides which."""
+    length = dataset_length(dataset)
+    if most is None or most >= length:
+        return dataset
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(length, generator=generator)[:most].sort().values
+    return dataset.take(rows)  # type: ignore[attr-defined, no-any-return]
+
+
 def dataset_length(dataset: Dataset[Any]) -> int:
     """Length of a map-style dataset, whose type torch declares without one."""
     return len(dataset)  # type: ignore[arg-type]
 
 
-def training_targets(data: DataBundle, key: str) -> Tensor:
+def training_targets(data: DataBundle, key: str, *, takes_several: bool = False) -> Tensor:
     """The labels [N, L] of all training samples, int64, -1 where unknown, without reading an image.
 
+    Several labels for a sample are [N, C]: 1, 0, or -1 where unknown.
+
     Raises:
-        ConfigError: the dataset has no classes, does not give the labels, or has several for a sample.
+        ConfigError: the dataset has no classes, does not give the labels, or has several for a sample and the
+            key does not take them.
     """
-    if data.taxonomy is not None and data.taxonomy.is_multilabel:
+    if data.taxonomy is not None and data.taxonomy.is_multilabel and not takes_several:
         raise ConfigError(
             f"{key}: needs one label for each sample, but samples have several; leave it out"
         )

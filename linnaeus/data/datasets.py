@@ -9,7 +9,13 @@ from operator import call
 from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.builtin import build_digits, build_fashion_mnist, build_synthetic
-from linnaeus.data.bundle import DataBundle, OnMain, training_targets
+from linnaeus.data.bundle import (
+    DataBundle,
+    OnMain,
+    dataset_length,
+    limited,
+    training_targets,
+)
 from linnaeus.data.image_files import bundle_files, find_splits
 from linnaeus.data.imagefolder import read_folders
 from linnaeus.data.manifest import read_manifest
@@ -62,11 +68,17 @@ def build_data(
         read = _FILES[dataset.NAME]
         find = partial(find_splits, config=data_config, reads_images=reads_images)
         data = bundle_files(on_main(lambda: find(read(dataset))), data_config)
-    data.report.insert(0, data.description)
+    before = data.description
+    data.train = limited(data.train, data_config.LIMIT_TRAIN_SAMPLES, seed)
+    data.val = limited(data.val, data_config.LIMIT_VAL_SAMPLES, seed)
+    data.report.insert(0, before)
+    if data.description != before:
+        sizes = f"train {dataset_length(data.train)}, val {dataset_length(data.val)}"
+        data.report.insert(1, f"limited to a random part: {sizes}")
     data.on_device = build_device_transform(data_config.AUGMENT, data.taxonomy, data.preprocessing)
     if data.on_device.mixing is not None and is_users:
         with preserved_generators():  # an error must show now, not in training
             data.on_device.check(data.collate([data.train[0]]))
-    if data_config.SAMPLER == "balanced":
-        training_targets(data, "DATA.SAMPLER balanced")
+    if data_config.SAMPLER != "shuffle":
+        training_targets(data, f"DATA.SAMPLER {data_config.SAMPLER}")
     return data

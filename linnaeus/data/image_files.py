@@ -153,6 +153,12 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.listing.paths)
 
+    def take(self, rows: Tensor) -> ImageFiles:
+        """The samples at these indices."""
+        held, listing = rows.numpy(), self.listing
+        paths, ids = listing.paths[held], listing.lineage_ids[held]
+        return replace(self, listing=replace(listing, paths=paths, lineage_ids=ids, groups=None))
+
     @property
     def files(self) -> list[str]:
         """The path of each image."""
@@ -198,7 +204,7 @@ def optional_test(notes: list[str], split: str, dataset: DatasetConfig) -> Itera
     """Note why there is no test split instead of raising, where the configuration names none."""
     try:
         yield
-    except DataError as error:
+    except (ConfigError, DataError) as error:
         if split != "test" or dataset.TEST is not None:
             raise
         notes.append(f"no test split: {error}")

@@ -11,8 +11,8 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import repeat
 from multiprocessing.synchronize import Event
 from types import TracebackType
@@ -32,7 +32,7 @@ from linnaeus.data.bundle import (
 from linnaeus.data.image_files import ImageFiles
 from linnaeus.data.mixing import DeviceTransform
 from linnaeus.data.sampler import (
-    BalancedSampler,
+    ClassSampler,
     EpochSampler,
     PlannedBatches,
     SampleKey,
@@ -43,12 +43,12 @@ from linnaeus.data.sharing import reason_against_sharing
 from linnaeus.data.user_dataset import UserDataset
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import DataError
-from linnaeus.runtime.rng import derive_seed, lent_generators, seed_generators
+from linnaeus.runtime.rng import derive_seed, lent_generators, next_numbers, seed_generators
 from linnaeus.runtime.signals import SIGNALS, blocked
 
 logger = logging.getLogger("linnaeus.data")
 MOST_WORKERS = 8
-"""Bound on the loader processes that `DATA.NUM_WORKERS null` starts for each training process."""
+"""Bound on the loader processes that `DATA.NUM_WORKERS null` starts for each rank."""
 _WORKER_DIED = re.compile(r"DataLoader worker.*(exited unexpectedly|killed by)", re.DOTALL)
 
 
@@ -68,6 +68,9 @@ class SeededBatches(Dataset[Any]):
 
     Collating draws on from the generators' state after the last sample, and so do the choices for the device.
     Batches are mixed in the first `mixed_epochs` epochs.
+
+    Seeding takes longer than a small sample in memory. The training process therefore does without it while
+    no sample draws a number. The first batch that draws one is read again, and all later ones are seeded.
     """
 
     dataset: Dataset[Any]
@@ -75,6 +78,8 @@ class SeededBatches(Dataset[Any]):
     seed: int
     on_device: DeviceTransform | None = None
     mixed_epochs: int = 0
+    _draws: bool | None = field(default=None, init=False)
+    """Whether samples may draw numbers; None before the first batch."""
 
     def __getitems__(self, keys: list[SampleKey]) -> Batch | DataError:
         """The batch of these samples; torch's loader calls this with all keys of a batch at once.
@@ -84,17 +89,40 @@ class SeededBatches(Dataset[Any]):
         if get_worker_info() is None:
             # The training process uses these generators too. Restoring per batch is cheaper than per sample.
             with lent_generators():
-                return self._read(keys)
+                return self._read_here(keys)
         try:
-            return self._read(keys)
+            return self._read_seeded(keys)
         except DataError as error:
             return error
 
-    def _read(self, keys: list[SampleKey]) -> Batch:
+    def _read_here(self, keys: list[SampleKey]) -> Batch:
+        if self._draws is False:
+            seed_generators(self.seed)
+            batch = self._collated([self.dataset[key[1]] for key in keys], keys)
+            if next_numbers() == self._first_numbers:
+                return batch
+            self._draws = True
+        batch = self._read_seeded(keys)
+        if self._draws is None:
+            numbers = next_numbers()
+            seed_generators(derive_seed(self.seed, *keys[-1]))
+            self._draws = numbers != next_numbers()
+        return batch
+
+    @cached_property
+    def _first_numbers(self) -> tuple[float, float, int]:
+        """The numbers that follow the seed of the run."""
+        seed_generators(self.seed)
+        return next_numbers()
+
+    def _read_seeded(self, keys: list[SampleKey]) -> Batch:
         samples = []
-        for epoch, index, *draw in keys:
-            seed_generators(derive_seed(self.seed, epoch, index, *draw))
-            samples.append(self.dataset[index])
+        for key in keys:
+            seed_generators(derive_seed(self.seed, *key))
+            samples.append(self.dataset[key[1]])
+        return self._collated(samples, keys)
+
+    def _collated(self, samples: list[Any], keys: list[SampleKey]) -> Batch:
         batch = self.collate(samples)
         if self.on_device is None:
             return batch
@@ -117,7 +145,7 @@ def with_num_workers(config: DataConfig, data: DataBundle, world: World) -> Data
         reason = reason_against_sharing(data.train.dataset)
         if reason and world.is_main:
             logger.info(
-                "loader: in the training process, since others cannot share %s: %s (DATA.NUM_WORKERS)",
+                "loader: in the rank's own process, since others cannot share %s: %s (DATA.NUM_WORKERS)",
                 data.train.name,
                 reason,
             )
@@ -126,7 +154,7 @@ def with_num_workers(config: DataConfig, data: DataBundle, world: World) -> Data
 
 
 class BatchLoader:
-    """Batches of one split for one process. Each iteration runs through one epoch.
+    """Batches of one split for one rank. Each iteration runs through one epoch.
 
     With CUDA, batches are on the device, copied from page-locked memory while the step before them runs.
     """
@@ -139,7 +167,7 @@ class BatchLoader:
         world: World,
         seed: int,
     ) -> None:
-        workers = config.NUM_WORKERS or 0
+        workers = self.num_workers = config.NUM_WORKERS or 0
         self._batches = batches
         self._device = world.device
         self._closing = multiprocessing.get_context().Event()
@@ -221,7 +249,7 @@ class _Batches(Iterator[Batch]):
 
 @dataclass(frozen=True)
 class Loaders(AbstractContextManager["Loaders"]):
-    """The batches of each split for one process. As a context manager it closes all."""
+    """The batches of each split for one rank. As a context manager it closes all."""
 
     train: BatchLoader
     val: BatchLoader
@@ -248,19 +276,20 @@ def build_loaders(
 
     Args:
         config: the DATA node.
-        sizes: the size of each training batch of this process.
-        batch_size_val: samples per process and validation batch.
+        sizes: the size of each training batch of this rank.
+        batch_size_val: samples per rank and validation batch.
         mixed_epochs: number of epochs, from the first, whose training batches are mixed, if any are.
 
     Raises:
         ConfigError: DATA.SAMPLER needs labels that the dataset does not give.
     """
     order = {"seed": seed, "rank": world.rank, "world_size": world.world_size}
-    if config.SAMPLER == "balanced":
-        targets = training_targets(bundle, "DATA.SAMPLER balanced")
-        sampler: EpochSampler = BalancedSampler(targets, **order)
-    else:
+    order["repeats"] = config.AUGMENT.REPEATS
+    if config.SAMPLER == "shuffle":
         sampler = EpochSampler(dataset_length(bundle.train), **order)
+    else:
+        targets = training_targets(bundle, f"DATA.SAMPLER {config.SAMPLER}")
+        sampler = ClassSampler(targets, power=0.5 if config.SAMPLER == "sqrt" else 0.0, **order)
     dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.on_device, mixed_epochs)
     train = BatchLoader(dataset, PlannedBatches(sampler, sizes), config, world, seed)
     held_out = (
@@ -277,13 +306,13 @@ def build_val_loader(
     bundle: DataBundle, config: DataConfig, world: World, *, batch_size: int, seed: int
 ) -> BatchLoader:
     """The validation batches of `build_loaders`; warns on rank 0 of more workers than cores."""
-    workers, processes = config.NUM_WORKERS or 0, world.local_world_size
-    if world.is_main and workers * processes > max(num_cores(), processes):
+    workers, ranks = config.NUM_WORKERS or 0, world.local_world_size
+    if world.is_main and workers * ranks > max(num_cores(), ranks):
         logger.warning(
             "warning: DATA.NUM_WORKERS is %d, for %s on %d CPU cores; more workers than cores take memory "
             "and are no faster. DATA.NUM_WORKERS null fits itself to the cores",
             workers,
-            f"{processes} processes" if processes > 1 else "one process",
+            f"{ranks} ranks" if ranks > 1 else "one rank",
             num_cores(),
         )
     length = dataset_length(bundle.val)

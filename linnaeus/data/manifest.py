@@ -96,12 +96,19 @@ class _Table:
         """The column of this name, whatever its case; None where there is none, but for that of images."""
         return _find(self.rows, name)
 
-    def require(self, names: Sequence[str], key: str) -> list[str]:
-        """The columns of these names; refuses a file without one. `key` names them, for the message."""
+    def require(self, names: Sequence[str], key: str | None) -> list[str]:
+        """Return the columns of these names.
+
+        Args:
+            names: in any case.
+            key: gives the names; None for columns of the training manifest.
+
+        Raises:
+            ConfigError, DataError: the file lacks columns, and the key or the training manifest names them.
+        """
         if self.image in names:
             raise ConfigError(f"{key}: {self.image!r} is the image column")
-        columns = [self.image, *self.rows]
-        return [_require(self.path, columns, name, key) for name in names]
+        return _require(self.path, [self.image, *self.rows], names, key)
 
 
 def _find(columns: Iterable[str], name: str) -> str | None:
@@ -109,17 +116,23 @@ def _find(columns: Iterable[str], name: str) -> str | None:
     return name if name in same else next(iter(same), None)
 
 
-def _require(path: Path, columns: Iterable[str], name: str, key: str) -> str:
-    found = _find(columns, name)
-    if found is None:
+def _require(
+    path: Path, columns: Sequence[str], names: Sequence[str], key: str | None
+) -> list[str]:
+    found = [_find(columns, name) for name in names]
+    problems = []
+    for name in (name for name, column in zip(names, found, strict=True) if column is None):
         close = get_close_matches(name, columns, 1, 0.7)
-        hint = (
-            f"did you mean {close[0]!r}?"
-            if close
-            else f"the file has {several([*map(repr, columns)])}"
-        )
-        raise DataError(f"{path}, line 1: no column {name!r} ({key}); {hint}")
-    return found
+        has = f"the file has {several([*map(repr, columns)])}"
+        hint = f"did you mean {close[0]!r}?" if close else has
+        if key is None:
+            raise DataError(
+                f"{path}, line 1: no column {name!r}, as the training manifest has; {hint}"
+            )
+        problems.append(f"{key}: {path} has no column {name!r}; {hint}")
+    if problems:
+        raise ConfigError(problems)
+    return found  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -190,7 +203,7 @@ class _Labels:
 
     def _listing(self, table: _Table, unknown: Counter[str]) -> Listing:
         """The samples of a manifest; counts the words for unknown labels."""
-        columns = table.require(self.columns, "as in the training manifest")
+        columns = table.require(self.columns, None)
         rows, numbers = _distinct(table.rows[columns])
         found: list[Lineage] = []
         for row, number in zip(rows.values.tolist(), np.bincount(numbers).tolist(), strict=True):
@@ -365,7 +378,7 @@ def _are_flags(table: _Table, columns: Sequence[str]) -> bool:
 
 def _num_set(table: _Table, columns: Sequence[str]) -> pd.Series[int]:
     """The number of flags that are set in each kind of row."""
-    return _distinct(table.rows[table.require(columns, "")])[0].map(is_true).sum(axis=1)
+    return _distinct(table.rows[table.require(columns, None)])[0].map(is_true).sum(axis=1)
 
 
 def _check_levels(table: _Table, columns: list[str]) -> None:
@@ -542,7 +555,7 @@ def _image_column(path: Path, names: list[str], dataset: DatasetConfig) -> str:
     """The column of image paths: that of the configuration, else the first with a usual name."""
     usual = [found for name in _IMAGE_COLUMNS if (found := _find(names, name)) is not None]
     name = dataset.IMAGE_COLUMN or (usual or _IMAGE_COLUMNS)[0]
-    return _require(path, names, name, "DATA.DATASET.IMAGE_COLUMN")
+    return _require(path, names, [name], "DATA.DATASET.IMAGE_COLUMN")[0]
 
 
 def _files(table: _Table) -> tuple[Path, Paths]:

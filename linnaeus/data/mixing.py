@@ -1,4 +1,4 @@
-"""What the device does to a batch: normalisation, erasing, and Mixup and CutMix of pairs of samples.
+"""The device's part of preparing a batch: normalisation, erasing, and Mixup and CutMix of pairs of samples.
 
 Shapes: B is the number of samples in a batch, L the number of levels, C the sum of the classes of
 all levels.
@@ -31,13 +31,15 @@ _BOTH = "DATA.AUGMENT.MIXUP and DATA.AUGMENT.CUTMIX"
 class Mixing:
     """Mixes each sample of a batch with the one before it, and the first with the last.
 
+    With DATA.AUGMENT.REPEATS, it is the last one before it that shows another image.
+
     The loader draws how (`draw`), and the device mixes (`__call__`).
 
     Args:
         num_classes: classes of each level.
         augment: the node DATA.AUGMENT. `MIXUP` and `CUTMIX` are the alphas of Mixup (Zhang et al. 2018,
             arXiv:1710.09412) and CutMix (Yun et al. 2019, arXiv:1905.04899).
-        is_multilabel: whether targets are those of several labels per sample, [B, C] with -1 where unknown.
+        is_multilabel: whether samples have several labels: targets are [B, C] with -1 where unknown.
     """
 
     def __init__(
@@ -72,17 +74,18 @@ class Mixing:
 
         An unknown label stays unknown: with several labels per sample -1, else zeros in its level.
         """
+        shift = max(1, min(self.augment.REPEATS, len(images) - 1))
         if "box" in drawn:
             part, (left, top, right, bottom) = drawn["lam_adjusted"], drawn["box"]
             box = (..., slice(top, bottom), slice(left, right))
             before, images = images, images.clone()
-            images[1:][box], images[:1][box] = before[:-1][box], before[-1:][box]
+            images[shift:][box], images[:shift][box] = before[:-shift][box], before[-shift:][box]
         else:
             part = drawn["lam"]
-            images = images.roll(1, 0).lerp_(images, part)
+            images = images.roll(shift, 0).lerp_(images, part)
         if not self.is_multilabel:
             targets = soft_targets(targets, self.num_classes)
-        others = targets.roll(1, 0)
+        others = targets.roll(shift, 0)
         is_unknown = (targets < 0) | (others < 0)
         return images, (targets * part + others * (1 - part)).masked_fill(is_unknown, UNKNOWN)
 
@@ -177,7 +180,7 @@ def one_hot(labels: Tensor, num_classes: int) -> Tensor:
 def build_device_transform(
     augment: AugmentConfig, taxonomy: Taxonomy | None, preprocessing: Preprocessing | None
 ) -> DeviceTransform:
-    """What `DATA.AUGMENT` asks for; without a preprocessing, inputs are neither normalised nor erased.
+    """The device's part of `DATA.AUGMENT`; without a preprocessing, inputs are neither normalised nor erased.
 
     Raises:
         ConfigError: mixing is on, and there are no classes.
@@ -194,7 +197,9 @@ def build_device_transform(
     if preprocessing is None:
         return DeviceTransform(mixing=mixing)
     if augment.ERASING:
-        erasing = RandomErasing(augment.ERASING, mode=augment.ERASING_MODE)
+        erasing = RandomErasing(
+            augment.ERASING, mode=augment.ERASING_MODE, max_count=augment.ERASING_COUNT
+        )
     return DeviceTransform(preprocessing.normalise(), erasing, mixing)
 
 

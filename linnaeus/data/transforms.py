@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from timm.data import create_transform
@@ -16,9 +18,12 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
+from linnaeus.autobatch.state.rng import preserved_generators
+from linnaeus.config.instantiate import call_target, place_of
 from linnaeus.config.schema import AugmentConfig
+from linnaeus.data.batch import describe
 from linnaeus.data.image import DEFAULT_DECODING, Decoding
-from linnaeus.runtime.errors import ConfigError, first_line
+from linnaeus.runtime.errors import ConfigError, DataError, first_line
 
 Transform = Callable[[Tensor], Tensor]
 """uint8 [C, H, W] of any size to uint8 [C, height, width]."""
@@ -165,6 +170,53 @@ class ThroughPillow(nn.Module):
         return tensor.contiguous()
 
 
+class UserTransform(nn.Module):
+    """A transform of DATA.AUGMENT.TRAIN.
+
+    A module or a function gets the tensor. A callable with arbitrary keyword arguments, as in albumentations,
+    gets `image=` as an array [height, width, channels] and returns a mapping with `image`. Random transforms
+    draw from the global generators. The method `set_random_seed` of a transform seeds its own generators.
+
+    Args:
+        transform: the callable.
+        name: for messages.
+    """
+
+    def __init__(self, transform: Callable[..., Any], name: str) -> None:
+        super().__init__()
+        self.transform = transform
+        self.name = name
+        kinds = () if isinstance(transform, nn.Module) else _parameter_kinds(transform)
+        self.takes_array = inspect.Parameter.VAR_KEYWORD in kinds
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Pixels [C, height, width] to the same shape and type; raises `DataError` for anything else."""
+        try:
+            if hasattr(self.transform, "set_random_seed"):
+                self.transform.set_random_seed(int(torch.randint(1 << 32, ())))
+            if self.takes_array:
+                found = self.transform(image=np.ascontiguousarray(image.permute(1, 2, 0)))["image"]
+                if isinstance(found, np.ndarray):
+                    found = functional.to_image(np.atleast_3d(found)).as_subclass(Tensor)
+            else:
+                found = self.transform(image)
+        except Exception as error:
+            text = f"{type(error).__name__}: {first_line(error)}"
+            raise DataError(f"{self.name}: {text}{place_of(error)}") from error
+        if isinstance(found, Tensor) and (found.shape, found.dtype) == (image.shape, image.dtype):
+            return found.contiguous()
+        raise DataError(
+            f"{self.name}: gave {describe(found)} for {describe(image)}; it must keep shape and type"
+        )
+
+
+def _parameter_kinds(function: Callable[..., Any]) -> list[Any]:
+    try:
+        return [each.kind for each in inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):  # some callables in C have no signature
+        return []
+
+
 @dataclass(frozen=True)
 class Preprocessing:
     """How an image becomes the input of a model, without augmentation.
@@ -235,7 +287,8 @@ def build_transforms(
     width in pixels. For grey images the MEAN and STD of red, green and blue become those of grey.
 
     Raises:
-        ConfigError: a MEAN, STD, POLICY or COLOR_JITTER that does not fit the number of channels.
+        ConfigError: a key that does not fit the number of channels, or a transform of TRAIN that cannot be
+            used.
     """
     values = {"MEAN": augment.MEAN, "STD": augment.STD}
     if channels == 1 and all(value is not None and len(value) == 3 for value in values.values()):
@@ -247,15 +300,13 @@ def build_transforms(
         for key, value in values.items()
         if value is not None and len(value) != channels
     ]
-    if channels not in (1, 3):
-        problems += [
-            f"DATA.AUGMENT.{key}: needs images of 1 or 3 channels, not {channels}; leave it out"
-            for key, is_on in (
-                ("POLICY", augment.POLICY != "none"),
-                ("COLOR_JITTER", augment.COLOR_JITTER > 0),
-            )
-            if is_on
-        ]
+    takes = {"POLICY": (1, 3), "COLOR_JITTER": (1, 3), "HUE": (3,), "GRAYSCALE": (3,)}
+    problems += [
+        f"DATA.AUGMENT.{key}: needs images of {' or '.join(map(str, numbers))} channels, not {channels}; "
+        "leave it out"
+        for key, numbers in takes.items()
+        if getattr(augment, key) not in ("none", 0) and channels not in numbers
+    ]
     if problems:
         raise ConfigError(problems)
     mean, std = (tuple(value or [0.5] * channels) for value in values.values())
@@ -275,17 +326,38 @@ def _augmentation(augment: AugmentConfig, preprocessing: Preprocessing) -> list[
         ResizeCenterCrop(size, 1.0, preprocessing.resize, interpolation, preprocessing.mean)
         if low >= 1.0
         else v2.RandomResizedCrop(
-            size, (low, high), interpolation=v2.InterpolationMode(interpolation), antialias=True
+            size,
+            (low, high),
+            augment.CROP_RATIO,
+            interpolation=v2.InterpolationMode(interpolation),
+            antialias=True,
         )
     ]
     if augment.HFLIP:
         steps.append(v2.RandomHorizontalFlip(augment.HFLIP))
+    if augment.VFLIP:
+        steps.append(v2.RandomVerticalFlip(augment.VFLIP))
     if augment.ROTATION:
         steps.append(v2.RandomRotation(augment.ROTATION, v2.InterpolationMode.BILINEAR))
-    if augment.COLOR_JITTER:
-        steps.append(v2.ColorJitter(*[augment.COLOR_JITTER] * 3))
+    if augment.COLOR_JITTER or augment.HUE:
+        steps.append(v2.ColorJitter(*[augment.COLOR_JITTER] * 3, augment.HUE))
+    if augment.GRAYSCALE:
+        steps.append(v2.RandomGrayscale(augment.GRAYSCALE))
+    if augment.BLUR:
+        # A tenth of the side, as in SimCLR (Chen et al. 2020, arXiv:2002.05709).
+        blur = v2.GaussianBlur(2 * max(1, min(size) // 20) + 1, (0.1, 2.0))
+        steps.append(v2.RandomApply([blur], augment.BLUR))
     if augment.POLICY != "none":
         steps.append(ThroughPillow(_policy(augment.POLICY, preprocessing)))
+    example = torch.zeros(preprocessing.channels, *size, dtype=torch.uint8)
+    with preserved_generators():
+        for position, node in enumerate(augment.TRAIN):
+            key = f"DATA.AUGMENT.TRAIN.{position}"
+            steps.append(UserTransform(call_target(node, key), f"{key}: {node['_target_']}"))
+            try:
+                steps[-1](example)  # an error must show now, not in training
+            except DataError as error:
+                raise ConfigError(str(error)) from error
     return steps
 
 

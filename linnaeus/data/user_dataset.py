@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from PIL.Image import Image
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.instantiate import check_arguments, place_of, prepare
@@ -52,9 +52,15 @@ class UserDataset(Dataset[Any]):
     transform: Transform | None = None
     channels: int = 3
     decoding: Decoding = DEFAULT_DECODING
+    _targets: dict[int, Tensor] = field(default_factory=dict, init=False)
+    """The target [1] of each label met so far that is an int."""
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def take(self, rows: Tensor) -> UserDataset:
+        """The samples at these indices."""
+        return replace(self, dataset=Subset(self.dataset, rows.tolist()))
 
     @property
     def targets(self) -> Tensor | None:
@@ -68,8 +74,12 @@ class UserDataset(Dataset[Any]):
         )
 
     def __getitem__(self, index: int) -> Any:
-        with _naming_errors(f"{self.name}: sample {index}"):
+        try:
             item = self.dataset[index]
+        except LinnaeusError:
+            raise
+        except Exception as error:
+            raise _named(error, f"{self.name}: sample {index}") from error
         if self.raw:
             return item
         if not isinstance(item, tuple | list) or len(item) != 2:
@@ -83,20 +93,15 @@ class UserDataset(Dataset[Any]):
                 inputs = self.transform(to_tensor(inputs, self.channels, self.decoding))
         if self.taxonomy is not None:
             label = target.item() if isinstance(target, Tensor) and target.ndim == 0 else target
-            if type(label) is int and self._is_class(label):
-                return inputs, torch.tensor([label])
+            if type(label) is int and label in self._targets:
+                return inputs, self._targets[label]
             where = f"{self.name}: target of sample {index}"
             if self.taxonomy.is_multilabel:
                 return inputs, _label_set(target, self.taxonomy, where)
             target = _labels(_row(target, self.taxonomy, where), None, self.taxonomy, where)[0]
+            if type(label) is int:
+                self._targets[label] = target
         return inputs, target
-
-    def _is_class(self, label: int) -> bool:
-        """Whether it is a label of the only level, which needs none of the checks of `_labels`."""
-        assert self.taxonomy is not None
-        first, *others = self.taxonomy.levels
-        is_single = not others and not self.taxonomy.is_multilabel
-        return is_single and UNKNOWN <= label < len(first.classes)
 
 
 @dataclass(eq=False)
@@ -141,7 +146,7 @@ def build_user_dataset(
 
     The callable is called with `split="train"` and `split="val"` if it takes `split`, else with `train=True`
     and `train=False`; an argument that the node sets is not changed. The global generators are seeded before
-    each call, so that a random split in a user's function is the same in both calls and in all processes.
+    each call, so that a random split in a user's function is the same in both calls and in all ranks.
 
     Classes come from the dataset's attribute `taxonomy` (a `Taxonomy`, or a mapping from names of levels to
     class names or their number), `classes` (names) or `num_classes`; for a `Subset`, from the dataset in it.
@@ -261,19 +266,24 @@ def _only(values: Iterable[T]) -> T | None:
 
 @contextmanager
 def _naming_errors(where: str) -> Iterator[None]:
-    """Turn any error of a user's code into a `DataError` with its type, its text and the user's line.
-
-    The full traceback goes along as a note, which Python shows but a one-line message does not.
-    """
+    """Turn any error of a user's code into a `DataError`."""
     try:
         yield
     except LinnaeusError:
         raise
     except Exception as error:
-        text = " ".join([f"{type(error).__name__}:", *str(error).split()]).removesuffix(":")
-        wrapped = DataError(f"{where}: {text}{place_of(error)}")
-        wrapped.add_note("".join(traceback.format_exception(error)))
-        raise wrapped from error
+        raise _named(error, where) from error
+
+
+def _named(error: Exception, where: str) -> DataError:
+    """An error of a user's code as a `DataError` with its type, its text and the user's line.
+
+    The full traceback goes along as a note, which Python shows but a one-line message does not.
+    """
+    text = " ".join([f"{type(error).__name__}:", *str(error).split()]).removesuffix(":")
+    named = DataError(f"{where}: {text}{place_of(error)}")
+    named.add_note("".join(traceback.format_exception(error)))
+    return named
 
 
 def _attribute_of(dataset: Any, attribute: str) -> Any:

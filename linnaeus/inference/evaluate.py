@@ -1,4 +1,4 @@
-"""A trained run on labelled data: the validation step of training, and figures beyond those that it logs."""
+"""A trained run on labelled data: the validation step of training, and metrics beyond those that it logs."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Outcome:
     """What an evaluation has found.
 
     Attributes:
-        metrics: those that training logs, computed as there; equal on all processes.
-        levels: the figures of each level, coarse to fine, on rank 0; None on the others.
+        metrics: those that training logs, computed as there; equal on all ranks.
+        levels: the metrics of each level, coarse to fine, on rank 0; None on the others.
         duration_s: of the pass over the data.
         samples: see `EvaluationMetrics.samples`.
     """
@@ -139,11 +139,11 @@ def evaluate(
     origin: SizeOrigin,
     on_batch: Callable[[], object] = lambda: None,
 ) -> Outcome:
-    """Run the step on all batches of this process, and sum over the processes. Every process must call this.
+    """Run the step on all batches of this rank, and sum over the ranks. Every rank must call this.
 
     Args:
         step: updates `metrics`, which are reset before.
-        batches: this process's part of the samples.
+        batches: this rank's part of the samples.
         origin: of the batch size, for the error when memory runs out.
         on_batch: called after each batch.
 
@@ -170,7 +170,7 @@ def evaluate(
             f"{origin.sentence}. What takes less: {remedies}"
         ) from error
     values = metrics.logged.compute(world)
-    assert values is not None  # no process breaks off
+    assert values is not None  # no rank breaks off
     levels = metrics.figures(world)
     return Outcome(values, levels, time.perf_counter() - started, metrics.samples)
 

@@ -92,6 +92,8 @@ def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) ->
     if has_default_names and len(names) == len(dataset.NUM_CLASSES):
         # They may be other ones in the version that trained the run.
         config = replace(config, DATASET=replace(dataset, LEVELS=names))
+    # Without the training transforms: code that the file of a run names would be called.
+    config = replace(config, AUGMENT=replace(config.AUGMENT, TRAIN=[]))
     bundle = build_data(config, seed=request.seed)
     if request.index is None or bundle.taxonomy != request.index.taxonomy:
         raise DataError(

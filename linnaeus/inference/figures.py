@@ -1,4 +1,4 @@
-"""The figures of an evaluation: counted batch by batch, then computed for each level and class.
+"""The metrics of an evaluation: counted batch by batch, then computed for each level and class.
 
 Shapes: B samples in a batch, N samples in all, L levels, C classes of a level, K pairs of classes.
 """
@@ -34,8 +34,8 @@ class EvaluationMetrics:
 
     Attributes:
         logged: the metrics that training logs.
-        samples: of all processes, one after another, on rank 0 after `figures`: [N, L, 2] labels and
-            predictions, their log-probabilities, and the number of samples of each process.
+        samples: of all ranks, one after another, on rank 0 after `figures`: [N, L, 2] labels and
+            predictions, their log-probabilities, and the number of samples of each rank.
     """
 
     samples: tuple[Tensor, Tensor, list[int]] | None = None
@@ -60,7 +60,7 @@ class EvaluationMetrics:
         if self._taxonomy is None:
             return
         if self._taxonomy.is_multilabel:
-            return  # the logged metrics keep all that the figures need
+            return  # the logged metrics keep all that they need
         logits = logits_per_level(outputs, self._taxonomy.names)
         predicted = torch.stack([each.argmax(dim=1) for each in logits], dim=1)
         labels = torch.stack([targets, predicted], dim=2)
@@ -81,9 +81,9 @@ class EvaluationMetrics:
             self._on_device = []
 
     def figures(self, world: World) -> list[LevelFigures | SetFigures] | None:
-        """The figures of all levels, coarse to fine, over the samples of all processes.
+        """The metrics of all levels, coarse to fine, over the samples of all ranks.
 
-        A collective, which every process must call; None except on rank 0.
+        A collective, which every rank must call; None except on rank 0.
 
         Raises:
             LinnaeusError: outputs are not finite; on rank 0.
@@ -152,7 +152,7 @@ class ClassFigures:
 
 @dataclass(frozen=True)
 class LevelFigures:
-    """The figures of one level. Fractions are of the samples with a label; None without any.
+    """The metrics of one level. Fractions are of the samples with a label; None without any.
 
     Attributes:
         level: its name and classes.
@@ -166,7 +166,7 @@ class LevelFigures:
             (Guo et al. 2017, arXiv:1706.04599), as torchmetrics' MulticlassCalibrationError with norm l1.
         cross_entropy: mean negative log-probability of the true class.
         bins: [3, 15], float64: samples, mean confidence and accuracy of each bin; NaN in empty ones.
-        classes: figures of each class.
+        classes: metrics of each class.
         pairs: [K], the pairs of classes that occurred, as true * C + predicted, ascending. Of the C * C
             pairs, most never occur.
         pair_counts: [K], samples of each pair.
@@ -188,7 +188,7 @@ class LevelFigures:
 
     @classmethod
     def of(cls, level: Level, labels: Tensor, log_p: Tensor) -> LevelFigures:
-        """The figures of a level from its samples.
+        """The metrics of a level from its samples.
 
         Args:
             level: its name and classes.
@@ -259,13 +259,13 @@ class LevelFigures:
 
 @dataclass(frozen=True)
 class SetFigures:
-    """The figures of a level where samples have several labels; an unknown label is left out.
+    """The metrics of a level where samples have several labels; an unknown label is left out.
 
     Attributes:
         level: its name and classes.
         num_samples: samples with a known label.
         num_unlabelled: samples without one.
-        classes: figures of each class, with the labels whose probability is above 0.5 as predictions.
+        classes: metrics of each class, with the labels whose probability is above 0.5 as predictions.
         average_precision, best_f1, best_threshold: [C], see `figures_of_sets`. The threshold is chosen on
             these samples, so that others show a lower F1.
     """
@@ -280,7 +280,7 @@ class SetFigures:
 
     @classmethod
     def of(cls, level: Level, scores: Tensor, targets: Tensor) -> SetFigures:
-        """The figures from probabilities and targets, [N, C] each.
+        """The metrics from probabilities and targets, [N, C] each.
 
         Raises:
             LinnaeusError: a probability is not a number.
@@ -345,7 +345,7 @@ def distance_of_mistakes(taxonomy: Taxonomy, finest: LevelFigures) -> Distance |
 
     Args:
         taxonomy: levels and parents.
-        finest: the figures of its finest level.
+        finest: the metrics of its finest level.
     """
     if not any(parent != UNKNOWN for row in taxonomy.parents for parent in row):
         return None

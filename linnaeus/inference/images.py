@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms.v2 import functional
 
 from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.data.image import array_to_tensor, decode, readable, to_tensor
@@ -19,16 +18,15 @@ from linnaeus.models.model_spec import ModelSpec
 from linnaeus.runtime.errors import DataError, first_line
 
 ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray[Any, Any] | Tensor"
-"""A file, a Pillow image, an array [H, W] or [H, W, C] of uint8, or a tensor [C, H, W] (see `Reader`)."""
+"""A file, a Pillow image, or an array or tensor of uint8: [H, W], [C, H, W] or [H, W, C] (see `Reader`)."""
 
 
 class Reader:
     """Makes inputs of a model from images, as validation does.
 
-    What there is of an image decides what is done with it: files, Pillow images and arrays are converted to
-    the model's channels, resized, cropped and normalised. So are tensors, of uint8 or of floating-point
-    fractions in [0, 1]. Where the run's dataset gave tensors, a floating-point tensor of the model's own
-    shape is the input as it is, and nothing else is taken.
+    Files, Pillow images, arrays and tensors of pixels are converted to the model's channels, resized, cropped
+    and normalised. Where the run's dataset gave tensors, a tensor of the model's own shape is the input as it
+    is, and nothing else is taken.
 
     Args:
         spec: says what the model takes.
@@ -71,18 +69,18 @@ class Reader:
             ) from error
 
     def _pixels(self, image: ImageLike, preprocessing: Preprocessing) -> Tensor:
-        """[channels, any, any], uint8 or fractions."""
+        """[channels, any, any], uint8."""
         channels, decoding = preprocessing.channels, preprocessing.decoding
-        if isinstance(image, np.ndarray):
-            if channels not in (1, 3):
-                return array_to_tensor(image, channels, decoding)
-            image = _of_array(image)
         if isinstance(image, Tensor):
-            return _of_tensor(image, channels)
+            image = image.cpu().numpy()
+        if isinstance(image, np.ndarray):
+            if channels in (1, 3) and image.dtype != np.uint8:
+                raise DataError(f"it has values of {image.dtype}; give an image of uint8, 0 to 255")
+            return array_to_tensor(image, channels, decoding)
         if not isinstance(image, str | os.PathLike | Image.Image):
             raise DataError(
-                f"a {type(image).__name__} is no image: give a path, a Pillow image, an array [H, W, C] of "
-                "uint8 or a tensor [C, H, W]"
+                f"a {type(image).__name__} is no image: give a path, a Pillow image, or uint8 in an array or "
+                "tensor"
             )
         if not isinstance(image, Image.Image):
             return decode(image, channels, decoding, self._transform.min_size)
@@ -104,40 +102,3 @@ class Reader:
                 f"a tensor {list(image.shape)} is no input of the model, which takes {expected}"
             )
         return image.float()
-
-
-def _of_array(array: np.ndarray[Any, Any]) -> Image.Image:
-    if array.ndim == 3 and array.shape[2] == 1:
-        array = array[:, :, 0]
-    is_image = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
-    if not is_image or not array.size or array.dtype != np.uint8:
-        raise DataError(
-            f"an array {list(array.shape)} of {array.dtype} is no image: give [H, W] or [H, W, C] of uint8 "
-            "with 1, 3 or 4 channels; other values fit into a tensor [C, H, W] of fractions"
-        )
-    return Image.fromarray(array)
-
-
-def _of_tensor(tensor: Tensor, channels: int) -> Tensor:
-    usable = (1, 3) if channels in (1, 3) else (channels,)
-    if tensor.ndim != 3 or not tensor.numel() or tensor.shape[0] not in usable:
-        raise DataError(
-            f"a tensor {list(tensor.shape)} is no image: give [C, H, W] with "
-            f"{' or '.join(map(str, usable))} channels"
-        )
-    if tensor.is_floating_point():
-        if not bool(((tensor >= 0) & (tensor <= 1)).all()):
-            raise DataError(
-                "a tensor of floating-point numbers must hold fractions in [0, 1]: it is normalised here, as "
-                "the run's own images are"
-            )
-        tensor = tensor.float()
-    elif tensor.dtype != torch.uint8:
-        raise DataError(
-            f"a tensor of {tensor.dtype} is no image: give uint8, or fractions in [0, 1]"
-        )
-    tensor = tensor.cpu()
-    if channels == 1 and tensor.shape[0] == 3:
-        grey: Tensor = functional.rgb_to_grayscale(tensor)
-        return grey
-    return tensor.expand(channels, -1, -1).clone()

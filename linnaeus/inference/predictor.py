@@ -245,7 +245,7 @@ class Predictor:
                     torch.cuda.empty_cache()
                 self.batch_size = size // 2
                 logger.warning(
-                    "memory ran out with %d images; going on with %d", size, self.batch_size
+                    "memory ran out with %d images; continuing with %d", size, self.batch_size
                 )
                 continue
             yield from found

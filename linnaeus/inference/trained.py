@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 import yaml
 from PIL import Image
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from linnaeus.data.taxonomy import Taxonomy
@@ -24,19 +22,12 @@ from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Prediction
 from linnaeus.inference.predictor import Predictor
 from linnaeus.models.model_spec import ModelSpec
-from linnaeus.models.weights import saved_weights
 from linnaeus.runtime.distributed import resolve_device
-from linnaeus.runtime.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    first_detail,
-    first_line,
-)
-from linnaeus.runtime.files import CHECKPOINTS, CONFIG, checkpoint_file, suggest_run
+from linnaeus.runtime.errors import ConfigError, DataError
+from linnaeus.runtime.files import CHECKPOINTS, CONFIG
 from linnaeus.runtime.words import counted
-from linnaeus.training.checkpoint import load_checkpoint
 from linnaeus.training.precision import AUTOCAST_DTYPES, Precision
+from linnaeus.training.saved_run import read_run
 
 if TYPE_CHECKING:
     from linnaeus.inference.export.run import Exported
@@ -121,8 +112,8 @@ class TrainedRun:
         """Return the most probable classes of each image.
 
         Args:
-            images: one image, or several: paths, Pillow images, arrays [H, W] or [H, W, C] of uint8, tensors
-                [C, H, W] of uint8 or of fractions in [0, 1]; or an array or tensor of several.
+            images: one image, or several: paths, Pillow images, arrays or tensors of uint8 [H, W], [C, H, W]
+                or [H, W, C]; or an array or tensor of several.
             options: `top`, `path`, `threshold`, `tta`, `features` and `batch_size` of `Predictor`.
 
         Raises:
@@ -191,104 +182,16 @@ def load_run(
     except ConfigError as error:
         problems = [problem.replace("EXPERIMENT.DEVICE", "device") for problem in error.problems]
         raise ConfigError(problems) from None
-    path = Path(path).expanduser()
-    if path.suffix == ".safetensors":
-        file, content = path, _read_exported(path)
-    else:
-        file = find_checkpoint_file(path, checkpoint)
-        try:
-            content = load_checkpoint(file)
-        except CheckpointError as error:
-            if file != path:
-                raise
-            raise CheckpointError(
-                f"{error}; what can be loaded is the folder of a run, one of its checkpoints, or a file of "
-                "`linnaeus export --format safetensors`"
-            ) from error
-    state = content.pop("state", {})
-    try:
-        spec = ModelSpec.from_dict(content["model_spec"], file)
-        model = spec.build(trust_code=trust_code)
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RecursionError,
-        DataError,
-    ) as error:  # it may hold anything
-        raise CheckpointError(f"{file}: its model_spec cannot be used ({error})") from error
-    weights = saved_weights(state)
-    if not weights:
-        raise CheckpointError(f"{file} holds no weights")
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{file}: its weights do not fit its model: {first_detail(error)}"
-        ) from error
-    folder = file.parent.parent
-    is_run = file.parent.name == CHECKPOINTS and (folder / CONFIG).is_file()
+    saved = read_run(Path(path).expanduser(), checkpoint, trust_code=trust_code)
+    folder = saved.file.parent.parent
+    is_run = saved.file.parent.name == CHECKPOINTS and (folder / CONFIG).is_file()
     return TrainedRun(
-        file,
+        saved.file,
         folder if is_run else None,
-        spec,
-        model.to(target).eval(),
+        saved.spec,
+        saved.model.to(target).eval(),
         target,
-        content,
-        state.get("criterion", {}),
+        saved.content,
+        saved.criterion_state,
         trust_code,
     )
-
-
-def _read_exported(file: Path) -> dict[str, Any]:
-    """What a safetensors file that `export` has written holds, as the entries of a checkpoint."""
-    try:
-        with safe_open(file, "pt") as tensors:
-            metadata = tensors.metadata() or {}
-            weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if "linnaeus" not in metadata:
-        raise CheckpointError(
-            f"{file} does not say what its model takes: `linnaeus export --format safetensors` has not "
-            "written it"
-        )
-    try:
-        description = json.loads(metadata["linnaeus"])
-        train = {"AMP": "off", "CHANNELS_LAST": False} | description.get("precision", {})
-        AUTOCAST_DTYPES[train["AMP"]]  # an unknown one is a KeyError
-        spec = description["spec"]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file}: its entry `linnaeus` is not what `linnaeus export --format safetensors` writes "
-            f"({type(error).__name__}: {first_line(error)})"
-        ) from error
-    return {"model_spec": spec, "config": {"TRAIN": train}, "state": {"model": weights}}
-
-
-def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
-    """The file of a run's checkpoint; arguments as for `load_run`.
-
-    Raises:
-        CheckpointError: there is none; the message says what there is.
-    """
-    if path.is_file():
-        if str(checkpoint) not in ("best", str(path)):
-            raise CheckpointError(
-                f"{path} is a checkpoint itself; leave out the checkpoint {checkpoint}"
-            )
-        return path
-    if not path.is_dir():
-        raise CheckpointError(f"there is no run {path}{suggest_run(path)}")
-    if str(checkpoint) in ("best", "last"):
-        named = [checkpoint_file(path, str(checkpoint))]
-    else:
-        named = [path / CHECKPOINTS / checkpoint, path / checkpoint, Path(checkpoint).expanduser()]
-    for file in named:
-        if file is not None and file.is_file():
-            return file
-    found = sorted(file.name for file in (path / CHECKPOINTS).glob("*.pt"))
-    if not found:
-        raise CheckpointError(f"{path} has no checkpoints{suggest_run(path)}")
-    raise ConfigError(f"{path} has no checkpoint {str(checkpoint)!r}; it has {', '.join(found)}")

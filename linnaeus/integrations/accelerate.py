@@ -41,7 +41,7 @@ def find_batch_size(
     """Find the batch size for a loader of a dataset, after `prepare(model, optimizer)` and before the loader.
 
     A trial takes optimizer steps as the loop will: with `accelerator.backward`, its mixed precision, and with
-    gradient accumulation two batches for each. In a process group every process must call this.
+    gradient accumulation two batches for each. In a process group every rank must call this.
 
     Args:
         accelerator: as the loop uses it.
@@ -57,12 +57,12 @@ def find_batch_size(
             upper bound), `memory_limit_gb`, `multiple_of` and others.
 
     Returns:
-        The `batch_size` of the loader, for each process.
+        The `batch_size` of the loader, for each rank.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of its range.
-        AutoBatchError: no size fits; another process failed; FSDP, DeepSpeed and the like, or `split_batches`
-            over several processes.
+        AutoBatchError: no size fits; another rank failed; FSDP, DeepSpeed and the like, or `split_batches`
+            over several ranks.
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
@@ -70,13 +70,13 @@ def find_batch_size(
         )
     search["target_memory_fraction"] = target_memory_fraction
     search = checked_options("find_batch_size()", search)
-    with joined_ranks() as control:  # what one process raises ends all of them
+    with joined_ranks() as control:  # the error of one rank ends all of them
         kind = str(accelerator.distributed_type).rpartition(".")[2]
         is_split = accelerator.split_batches and kind not in _SHARDED
         if kind in _SHARDED or (is_split and accelerator.num_processes > 1):
-            what = "split_batches over several processes" if is_split else kind
+            what = "split_batches over several ranks" if is_split else kind
             raise AutoBatchError(
-                f"AutoBatch: with {what} no process can take a step alone, as one does in a search; give a "
+                f"AutoBatch: with {what} no rank can take a step alone, as one does in a search; give a "
                 "batch size of your own"
             )
         device = accelerator.device

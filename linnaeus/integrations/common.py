@@ -17,7 +17,7 @@ from linnaeus.autobatch import nest
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.finder import smallest_size
-from linnaeus.autobatch.observer import check_observer
+from linnaeus.autobatch.observer import check_observer, sized
 from linnaeus.autobatch.ranks.group import of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult
@@ -26,7 +26,7 @@ from linnaeus.autobatch.split import nearest
 from linnaeus.autobatch.state.snapshot import is_optimizer, parameters_of
 from linnaeus.integrations.samples import Largest
 
-SET_BY_ADAPTER = {"step", "make_batch", "state", "mode", "device", "bounds", "group"}
+SET_BY_ADAPTER = {"step", "make_batch", "state", "mode", "device", "bounds", "group", "unit"}
 """Arguments of `auto_find_batch_size` that an adapter sets itself."""
 
 NOTABLE_GROWTH = 4
@@ -129,9 +129,9 @@ def find_size(
         result = search(**options, bounds={**bounds, "unread_samples": size})
     if result.batch_size < (known or 0):
         logger.warning(
-            "AutoBatch (%s): going on with batch size %d, limited by %s, instead of %d, the size of %s",
+            "AutoBatch (%s): continuing with %s, limited by %s, instead of %d, the size of %s",
             result.mode,
-            result.batch_size,
+            sized(result.batch_size, arguments.get("unit")),
             result.limited_by,
             known,
             source,
@@ -229,19 +229,19 @@ def divisor_of(
     options: Mapping[str, Any],
     epoch: int | None = None,
 ) -> int:
-    """The largest batch size that divides the part of an effective batch that each process has.
+    """The largest batch size that divides the part of an effective batch that each rank has.
 
     >>> options = {"min_batch_size": 1, "multiple_of": 16}
     >>> divisor_of(96, 2, 40, nn.Linear(1, 1), options)
     16
 
     Args:
-        effective_batch_size: samples per optimizer step of all processes.
-        world_size: number of processes.
+        effective_batch_size: samples per optimizer step of all ranks.
+        world_size: number of ranks.
         largest: the largest size that may be.
         model: needs batches of at least two samples in training where it has BatchNorm.
         options: with `min_batch_size` and `multiple_of`, which hold unless `largest` is below them.
-        epoch: samples of an epoch on each process; None is no limit.
+        epoch: samples of an epoch on each rank; None is no limit.
 
     Raises:
         AutoBatchError: it is above an epoch, or no size within the bounds divides it.
@@ -264,7 +264,7 @@ def divisor_of(
     most = 2 * (effective_batch_size + largest * world_size)
     near = nearest(effective_batch_size, most, lambda samples: divisor(samples) > 0)
     raise AutoBatchError(
-        f"{text}, {effective_batch_size / world_size:g} for each process, which no batch size from "
+        f"{text}, {effective_batch_size / world_size:g} for each rank, which no batch size from "
         f"{smallest} to {largest}{f' in multiples of {multiple}' if multiple > 1 else ''} divides; "
         f"{' or '.join(map(str, near)) or 'another size'} would do"
     )

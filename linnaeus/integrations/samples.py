@@ -321,7 +321,9 @@ def num_values(sample: Any) -> int:
     return _num_values(map(_shape, tensors_and_arrays(sample)))
 
 
-def stored_lengths(dataset: Any, length: str | Sequence[int] | None = None) -> Sequence[Any] | None:
+def stored_lengths(
+    dataset: Any, length: str | Sequence[int] | None = None, argument: str = "length"
+) -> Sequence[Any] | None:
     """One length for each sample, without a look at the samples; None where there are none.
 
     Raises:
@@ -331,13 +333,13 @@ def stored_lengths(dataset: Any, length: str | Sequence[int] | None = None) -> S
     if isinstance(length, str):
         if length not in columns:
             raise ValueError(
-                f"length is {length!r}; the dataset's columns are {columns or 'unknown'}"
+                f"{argument} is {length!r}; the dataset's columns are {columns or 'unknown'}"
             )
         return dataset[length]  # type: ignore[no-any-return]
     if length is not None:
         if not hasattr(length, "__len__") or len(length) != len(dataset):
             raise ValueError(
-                "length must be a column's name, a function, or one number for each of the "
+                f"{argument} must be a column's name, a function, or one number for each of the "
                 f"{len(dataset)} samples"
             )
         return length

@@ -16,7 +16,7 @@ from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.models.hierarchical import HierarchicalClassifier
-from linnaeus.models.lora import add_adapters, check_lora
+from linnaeus.models.lora import add_adapters
 from linnaeus.models.timm_source import (
     Source,
     check_weights_exist,
@@ -80,7 +80,6 @@ def build_model(
             "MODEL: a timm model needs images of one size; let the dataset give Pillow images, or tensors "
             f"[channels, height, width] that have one shape, {own_model}"
         )
-    check_lora(node, None)
     backbone, source, saved = _backbone(node, in_chans, img_size, load_weights)
     add_adapters(backbone, node.LORA)
     num_features = _probe(node.NAME, backbone, in_chans, img_size)
@@ -149,11 +148,10 @@ def _backbone(
     node: ModelConfig, in_chans: int, img_size: tuple[int, int], load_weights: bool
 ) -> tuple[nn.Module, Source, SavedWeights | None]:
     """The backbone, where timm has it from, and what was read from a file; None where nothing was."""
-    for argument, key in _OTHER_KEYS.items():
-        if argument in node.KWARGS:
-            raise ConfigError(
-                f"MODEL.KWARGS.{argument}: {node.KWARGS[argument]!r}; use {key} instead"
-            )
+    for argument in _OTHER_KEYS.keys() & node.KWARGS.keys():
+        raise ConfigError(
+            f"MODEL.KWARGS.{argument}: {node.KWARGS[argument]!r}; use {_OTHER_KEYS[argument]} instead"
+        )
     if node.PRETRAINED and node.WEIGHTS is not None:
         raise ConfigError(
             f"MODEL.WEIGHTS: {node.WEIGHTS!r}, but MODEL.PRETRAINED is True too; keep one of them: "
@@ -229,7 +227,7 @@ def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, i
 
 
 def batchnorm_kind(model: nn.Module) -> str:
-    """How BatchNorm takes its statistics: `local`, `synchronised` over processes, or `none` at all."""
+    """How BatchNorm takes its statistics: `local`, `synchronised` over ranks, or `none` at all."""
     frozen = tuple(f"{name}." for name in getattr(model, "always_eval", ()))
     kinds = [
         module

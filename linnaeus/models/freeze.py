@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -74,23 +75,17 @@ class Freezing:
         return self._unfreeze_epoch is not None
 
     @property
-    def num_elements(self) -> int:
-        """Elements of the parameters to freeze."""
-        return sum(p.numel() for name, p in self._model.named_parameters() if name in self._names)
-
-    @property
     def sentence(self) -> str | None:
         """What is frozen, for people; None if nothing is."""
         if not self._names:
             return None
-        parameters = dict(self._model.named_parameters())
-        total = sum(parameter.numel() for parameter in parameters.values())
+        sizes = {name: parameter.numel() for name, parameter in self._model.named_parameters()}
         until = (
             "" if self._unfreeze_epoch is None else f", until epoch {self._unfreeze_epoch} begins"
         )
         return (
-            f"frozen: {len(self._names)} of {len(parameters)} parameters "
-            f"({self.num_elements:,} of {total:,} values){until}"
+            f"frozen: {len(self._names)} of {len(sizes)} parameters "
+            f"({sum(sizes[name] for name in self._names):,} of {sum(sizes.values()):,} values){until}"
         )
 
 
@@ -101,17 +96,19 @@ def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> F
         ConfigError: a pattern matches nothing, everything is frozen, or a model of one's own is to be
             unfrozen.
     """
+    if is_target(node):
+        if unfreeze_epoch is not None:
+            raise ConfigError(
+                f"TRAIN.UNFREEZE_EPOCH: {unfreeze_epoch}, but nothing is frozen: a model of your own has no "
+                "MODEL.FREEZE; set it to null"
+            )
+        return Freezing(model)
     check_lora(node, unfreeze_epoch)
-    patterns = [] if is_target(node) or node.FREEZE in (None, "none") else node.FREEZE
-    patterns = patterns if is_target(node) or node.LORA.RANK is None else "backbone"
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    if unfreeze_epoch is not None and is_target(node):
-        raise ConfigError(
-            f"TRAIN.UNFREEZE_EPOCH: {unfreeze_epoch}, but nothing is frozen (MODEL.FREEZE none, and a model "
-            "of your own has no such key); set it to null"
-        )
+    patterns = node.FREEZE if node.LORA.RANK is None else "backbone"
+    if isinstance(patterns, str):
+        patterns = [patterns] if patterns != "none" else []
     names = [name for name, _ in model.named_parameters()]
-    matching = (name for pattern in patterns for name in _matching(pattern, names))
+    matching = (name for pattern in patterns or () for name in _matching(pattern, names))
     frozen = frozenset(name for name in matching if ".lora_" not in name)
     if len(frozen) == len(names):
         raise ConfigError(
@@ -125,11 +122,11 @@ def _matching(pattern: str, names: list[str]) -> list[str]:
     found = [name for name in names if fnmatchcase(name, glob)]
     if found:
         return found
-    modules = {
-        name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)
-    }
-    globs = ["backbone", *(f"{module}.*" for module in sorted(modules)), *names]
-    close = difflib.get_close_matches(pattern, globs, n=3, cutoff=0.3) or names[:3]
+    modules = {re.sub(r"\.[^.]+$", ".*", name): None for name in names}
+    close = (
+        difflib.get_close_matches(pattern, ["backbone", *modules, *names], n=3, cutoff=0.3)
+        or names[:3]
+    )
     raise ConfigError(
         f"MODEL.FREEZE: {pattern!r} matches no parameter of the model; did you mean {', '.join(close)}?"
     )

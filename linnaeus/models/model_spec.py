@@ -51,7 +51,7 @@ class ModelSpec:
     @classmethod
     def of(cls, node: Any, data: DataBundle) -> ModelSpec:
         """The spec of the model that a MODEL node and the run's data make."""
-        plain = dict(node) if is_target(node) else dataclasses.asdict(node)
+        plain = dict(node) if is_target(node) else dataclasses.asdict(node) | {"TEACHER": None}
         if not is_target(node) and ":" in node.NAME:  # the folder or the hub may not be there later
             source = find_source(node.NAME)
             given = {

@@ -48,17 +48,13 @@ class Source:
     @property
     def origin(self) -> str:
         """The weights, for people."""
-        if self.kind:
-            return f"{self.name} ({self.architecture})"
-        tag, hub = self.cfg.get("tag"), self.cfg.get("hf_hub_id")
-        name = f"{self.architecture}.{tag}" if tag else self.architecture
-        return (
-            f"timm {name} ({f'hub {hub}' if hub else self.cfg.get('url') or self.cfg.get('file')})"
-        )
+        names = (self.cfg.get(key) for key in ("hf_hub_id", "url", "file"))
+        place = self.architecture if self.kind else next(filter(None, names), "timm")
+        return f"{self.name} ({place})"
 
 
-def find_source(name: str) -> Source:
-    """Find a model by `MODEL.NAME`. Only `hf-hub:` names need a network, unless their files are in its cache.
+def find_source(name: str, key: str = "MODEL.NAME") -> Source:
+    """Find a model by the value of `key`. Only `hf-hub:` names need a network, unless they are in its cache.
 
     Raises:
         ConfigError: timm has no such model or tag, or the description of a folder or a hub's model cannot
@@ -66,11 +62,11 @@ def find_source(name: str) -> Source:
     """
     kind, separator, place = name.partition(":")
     if not separator:
-        return _listed(name)
+        return _listed(name, key)
     kind = kind.replace("hf_hub", _HUB)
     if kind not in (_HUB, _FOLDER) or not place:
         raise ConfigError(
-            f"MODEL.NAME: {name!r} names no place of a model; give {_HUB}:OWNER/MODEL or {_FOLDER}:FOLDER"
+            f"{key}: {name!r} names no place of a model; give {_HUB}:OWNER/MODEL or {_FOLDER}:FOLDER"
         )
     try:
         if kind == _HUB:
@@ -82,27 +78,25 @@ def find_source(name: str) -> Source:
     except Exception as error:  # of files, of the hub's client, and of the network library below it
         remedy = f"; {REMEDY}" if kind == _HUB else "; timm.models.save_for_hf writes such a folder"
         reason = " ".join(str(error).split())
-        raise ConfigError(f"MODEL.NAME: {name!r} cannot be read: {reason:.300}{remedy}") from error
+        raise ConfigError(f"{key}: {name!r} cannot be read: {reason:.300}{remedy}") from error
     if not timm.is_model(architecture):
-        raise ConfigError(
-            f"MODEL.NAME: {name!r} describes {architecture!r}, which is not a timm model"
-        )
+        raise ConfigError(f"{key}: {name!r} describes {architecture!r}, which is not a timm model")
     return Source(f"{kind}:{place}", architecture, cfg, kind, arguments)
 
 
-def _listed(name: str) -> Source:
+def _listed(name: str, key: str) -> Source:
     if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=3)
         hint = (
             f"; did you mean {', '.join(close)}?" if close else "; `timm.list_models()` lists them"
         )
-        raise ConfigError(f"MODEL.NAME: {name!r} is not a timm model{hint}")
+        raise ConfigError(f"{key}: {name!r} is not a timm model{hint}")
     architecture, _, tag = name.partition(".")
     try:
         cfg = timm.get_pretrained_cfg(name)
     except RuntimeError as error:
         raise ConfigError(
-            f"MODEL.NAME: {name!r} has the tag {tag!r}, which timm does not know; {_tags(architecture)}"
+            f"{key}: {name!r} has the tag {tag!r}, which timm does not know; {_tags(architecture)}"
         ) from error
     return Source(name, architecture, {} if cfg is None else cfg.to_dict())
 
@@ -110,20 +104,14 @@ def _listed(name: str) -> Source:
 def _tags(architecture: str) -> str:
     """The names with weights, for an error."""
     names = timm.list_models(architecture, pretrained=True)
-    if names:
-        return f"there are weights for {', '.join(names)}"
-    close = difflib.get_close_matches(
-        architecture, timm.list_models(pretrained=True), n=3, cutoff=0.3
-    )
-    return f"there are none for {architecture!r}, but for {', '.join(close)}"
+    return f"there are weights for {', '.join(names) or 'none of its kind'}"
 
 
-def check_weights_exist(source: Source) -> None:
+def check_weights_exist(source: Source, key: str = "MODEL.PRETRAINED: True") -> None:
     """Refuse a name of timm's list without pretrained weights, and name those that have some."""
     if not source.kind and not timm.models.is_model_pretrained(source.name):
         raise ConfigError(
-            f"MODEL.PRETRAINED: True, but timm has no weights for {source.name!r}; "
-            f"{_tags(source.architecture)}"
+            f"{key}, but timm has no weights for {source.name!r}; {_tags(source.architecture)}"
         )
 
 

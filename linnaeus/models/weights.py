@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pickle
 import re
 import zipfile
@@ -89,7 +90,7 @@ def read_weights(value: str, backbone_names: Collection[str]) -> SavedWeights:
             f"MODEL.WEIGHTS: {str(path)!r} holds a {type(content).__name__} without tensors by name; save a "
             "state dict"
         )
-    best = max(found, key=lambda each: each.score)
+    best = max(found, key=lambda each: (each.num_matching, each.is_average, len(each.tensors)))
     stem, backbone, inner = best.prefix.rpartition("backbone.")
     tensors: dict[str, Tensor] = {}
     heads: dict[str, Tensor] = {}
@@ -119,6 +120,7 @@ class _Candidate:
         wrappers: the parts of torch's wrappers that names had.
         prefix: what comes before the names of the backbone.
         num_matching: number of the backbone's names that it has; 0 where it is less than half of them.
+        is_average: whether key or prefix say that the tensors are an average.
     """
 
     key: str
@@ -126,17 +128,7 @@ class _Candidate:
     wrappers: list[str]
     prefix: str
     num_matching: int
-
-    @property
-    def score(self) -> tuple[int, int, int]:
-        """How well it fits: the larger, the better."""
-        is_average, num_tensors = (
-            bool(_AVERAGE.search(f"{self.key}.{self.prefix}")),
-            len(self.tensors),
-        )
-        if self.num_matching:
-            return self.num_matching, is_average, num_tensors
-        return 0, num_tensors, is_average
+    is_average: bool
 
 
 def _state_dicts(
@@ -172,21 +164,10 @@ def _candidate(
     num_matching = found[prefix] if 2 * found[prefix] > len(backbone_names) else 0
     if not num_matching:  # timm may know the names, if no prefix hides them
         prefix = "backbone." if any(name.startswith("backbone.") for name in tensors) else ""
-        prefix = prefix or _shared_prefix(
-            tensors, {name.partition(".")[0] for name in backbone_names}
-        )
-    return _Candidate(key, dict(tensors), [f"{each}." for each in wrappers], prefix, num_matching)
-
-
-def _shared_prefix(names: Collection[str], firsts: Collection[str]) -> str:
-    """The prefix of all names, up to one of the parts that the backbone's own names begin with."""
-    prefix = ""
-    while True:
-        part = next(iter(names)).removeprefix(prefix).partition(".")[0]
-        longer = f"{prefix}{part}."
-        if part in firsts or not all(name.startswith(longer) for name in names):
-            return prefix
-        prefix = longer
+        prefix = prefix or re.sub(r"[^.]*$", "", os.path.commonprefix([*tensors]))  # noqa: RUF071 (cut at a dot)
+    is_average = bool(_AVERAGE.search(f"{key}.{prefix}"))
+    parts = [f"{each}." for each in wrappers]
+    return _Candidate(key, dict(tensors), parts, prefix, num_matching, is_average)
 
 
 def _spec(content: Any) -> dict[str, Any]:
@@ -257,7 +238,7 @@ def saved_spec(value: str) -> Mapping[str, Any]:
     """
     path = find_file(value)
     try:
-        return _exported_spec(path) if path.suffix == ".safetensors" else _spec(_load(path))
+        return _spec(read_export(path) if path.suffix == ".safetensors" else _load(path))
     except Exception:  # reading the weights says so
         return {}
 
@@ -280,10 +261,7 @@ def _read(path: Path) -> Any:
     """The content of a file; that of an export of Linnaeus is like a checkpoint's."""
     try:
         if path.suffix == ".safetensors":
-            tensors, spec = safetensors.torch.load_file(path), _exported_spec(path)
-            if not spec:
-                return tensors
-            return {"model_spec": spec, "progress": {}, "state": {"model": tensors}}
+            return read_export(path) or safetensors.torch.load_file(path)
         content = _load(path)
         if is_checkpoint(content) and "shards" in content:
             content["state"] = ShardsReader(path, content["shards"]).read_whole(content["state"])
@@ -318,12 +296,24 @@ def _refused(path: Path) -> str:
     return "not written by torch.save, or it holds more than tensors and plain values"
 
 
-def _exported_spec(path: Path) -> dict[str, Any]:
-    """The `ModelSpec` in the header of an export of Linnaeus; empty for other files."""
+def read_export(path: Path) -> dict[str, Any] | None:
+    """The entries of a file of `linnaeus export`, as a checkpoint has them; None for another file.
+
+    The header may hold anything: errors are those of JSON and of mappings.
+    """
     with safetensors.safe_open(path, "pt") as file:
         header = (file.metadata() or {}).get("linnaeus")
-    spec = {} if header is None else json.loads(header)["spec"]
-    return spec if isinstance(spec, dict) else {}
+        if header is None:
+            return None
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    description = json.loads(header)
+    train = {"AMP": "off", "CHANNELS_LAST": False} | description.get("precision", {})
+    return {
+        "model_spec": description["spec"],
+        "config": {"TRAIN": train},
+        "progress": {},
+        "state": {"model": weights},
+    }
 
 
 def load_backbone(
@@ -400,13 +390,8 @@ def load_heads(model: HierarchicalClassifier, saved: SavedWeights, taxonomy: Tax
     """
     wanted = {level.name: list(level.classes) for level in taxonomy.levels}
     if isinstance(model.heads, MarginalHead):
-        shapes = {name: tensor.shape for name, tensor in model.heads.state_dict().items()}
-        found = {
-            name: saved.heads[f"heads.{name}"] for name in shapes if f"heads.{name}" in saved.heads
-        }
-        if saved.classes not in (None, wanted) or shapes != {
-            name: t.shape for name, t in found.items()
-        }:
+        found = _fitting(saved, "heads.", model.heads)
+        if found is None or saved.classes not in (None, wanted):
             return list(wanted)
         model.heads.load_state_dict(found)
         return []
@@ -419,11 +404,21 @@ def load_heads(model: HierarchicalClassifier, saved: SavedWeights, taxonomy: Tax
         rows = {name: row for row, name in enumerate(before.get(level, []))}
         is_same = sorted(before.get(level, [])) == sorted(classes)
         number = [*before].index(level) if is_same else -1
-        untrained = head.state_dict()
-        parts = {part: saved.heads.get(f"heads.{number}.{part}") for part in untrained}
-        if any(t is None or t.shape != untrained[part].shape for part, t in parts.items()):
+        parts = _fitting(saved, f"heads.{number}.", head)
+        if parts is None:
             new.append(level)
         else:
             order = [rows[name] for name in classes]
-            head.load_state_dict({part: t[order] for part, t in parts.items() if t is not None})
+            head.load_state_dict({part: tensor[order] for part, tensor in parts.items()})
     return new
+
+
+def _fitting(saved: SavedWeights, prefix: str, head: nn.Module) -> dict[str, Tensor] | None:
+    """The tensors of a head in a file; None where one is missing or has another shape."""
+    found = {}
+    for name, tensor in head.state_dict().items():
+        saved_tensor = saved.heads.get(f"{prefix}{name}")
+        if saved_tensor is None or saved_tensor.shape != tensor.shape:
+            return None
+        found[name] = saved_tensor
+    return found

@@ -1,1 +1,1 @@
-"""Processes, files, console, log and signals of a program."""
+"""Ranks, files, console, log and signals of a program."""

@@ -17,7 +17,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 REFRESHES_PER_S = 2.0
-"""How often a `StatusLine` is drawn."""
+"""How often a `StatusLine` and a `ProgressBar` are drawn, which takes time from training."""
 
 
 def is_interactive(console: Console) -> bool:
@@ -57,7 +57,11 @@ class ProgressBar:
             rich.progress.TextColumn("{task.fields[metrics]}", markup=False),
         )
         self._bar = rich.progress.Progress(
-            *columns, console=console, transient=True, disable=not self._shown
+            *columns,
+            console=console,
+            refresh_per_second=REFRESHES_PER_S,
+            transient=True,
+            disable=not self._shown,
         )
 
     def __enter__(self) -> ProgressBar:

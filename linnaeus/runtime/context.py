@@ -19,7 +19,7 @@ class RunContext:
     """The context of a run.
 
     Attributes:
-        world: the processes.
+        world: the ranks.
         stop: whether this process was asked to stop.
     """
 

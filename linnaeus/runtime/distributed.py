@@ -1,4 +1,4 @@
-"""The processes of a run: a single one, or the ranks that torchrun started."""
+"""The ranks of a run: a single one, or as many as torchrun started."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class World:
 
     Objects that decide how a run continues travel over the control plane. Waiting there has no timeout, and
     the failure of another rank is raised as a `LinnaeusError` with its message and exit code. Sums and
-    checkpoints use `host_group`. A single process has none of the following.
+    checkpoints use `host_group`. A single rank has none of the following.
 
     Attributes:
         control: the control plane.
@@ -220,7 +220,7 @@ class World:
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of the process with this local rank, by the name in `EXPERIMENT.DEVICE`.
+    """The device of the rank with this local rank, by the name in `EXPERIMENT.DEVICE`.
 
     Raises:
         ConfigError: when torch does not know the device, or the machine does not have it.
@@ -247,7 +247,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     if index >= count:
         raise ConfigError(
             problem
-            + f"needs device {index}, but this machine has {count}; start at most {count} processes "
+            + f"needs device {index}, but this machine has {count}; start at most {count} ranks "
             "per node or use cpu"
         )
     return torch.device(device.type, index)
@@ -356,14 +356,14 @@ def _make_groups(
 
 
 def _in_thread(
-    function: Callable[[], T], limit_s: float, look: Callable[[], object] = lambda: None
+    function: Callable[[], T], limit_s: float, check: Callable[[], object] = lambda: None
 ) -> T:
     """Call a function that waits in C++ in a thread, while this thread handles signals.
 
-    `look` is called meanwhile; an error that it raises ends the wait.
+    Call `check` meanwhile. An error in it ends the wait.
 
     Raises:
-        TimeoutError: it takes longer than `limit_s`; its thread goes on as long as the process lives.
+        TimeoutError: it takes longer than `limit_s`; its thread runs as long as the process.
     """
     future: Future[T] = Future()
 
@@ -376,7 +376,7 @@ def _in_thread(
     threading.Thread(target=work, name="start", daemon=True).start()
     deadline = time.monotonic() + limit_s
     while not wait([future], 0.1).done:
-        look()
+        check()
         if time.monotonic() > deadline:
             raise TimeoutError("no answer")
     return future.result()
@@ -395,18 +395,18 @@ def agree_on_attempt(
         LinnaeusError: a rank has not come within `limit_s`.
     """
     keys = Keys(torch_dist.PrefixStore("linnaeus", store))
-    token, told, others = uuid.uuid4().hex, dict[int, str](), range(1, world_size)
+    token, told, other_ranks = uuid.uuid4().hex, dict[int, str](), range(1, world_size)
     started = reported = clock.monotonic()
     if rank:
         keys.put(f"token/{rank}", token)
     while True:
         if rank == 0:
-            tokens = {0: token} | {other: keys.get(f"token/{other}") for other in others}
+            tokens = {0: token} | {other: keys.get(f"token/{other}") for other in other_ranks}
             # A token of an earlier attempt is replaced as soon as its rank has started anew.
             if tokens != told:
                 keys.put("attempt", told := tokens)
             late = ", ".join(
-                str(other) for other in others if not keys.exist([f"joined/{token}/{other}"])
+                str(other) for other in other_ranks if not keys.exist([f"joined/{token}/{other}"])
             )
         else:
             told = keys.get("attempt") or {}
@@ -433,7 +433,7 @@ def agree_on_attempt(
 def report_errors_to_all_ranks(world: World) -> Iterator[None]:
     """Print an error, and report it to the other ranks and to torchrun, before anything is cleaned up.
 
-    Cleaning up may hang while other ranks wait in a collective. A single process raises its errors as they
+    Cleaning up may hang while other ranks wait in a collective. A single rank raises its errors as they
     are.
 
     Raises:

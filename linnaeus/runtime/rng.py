@@ -30,9 +30,19 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def next_numbers() -> tuple[float, float, int]:
+    """Draw a number from each generator that `seed_generators` seeds."""
+    np = numpy()
+    return (
+        random.random(),
+        np.random.random_sample() if np else 0.0,
+        int(torch.randint(1 << 62, (), device="cpu")),
+    )
+
+
 @contextmanager
 def lent_generators() -> Iterator[None]:
-    """Context that reads samples: the global generators may be seeded, and go on as before at its end.
+    """Context that reads samples: the global generators may be seeded, and are restored at its end.
 
     One thing is lost: the second of two normal numbers that NumPy draws at a time. In exchange NumPy's
     generator is swapped, which is cheap, and not copied. Contexts must not be nested.

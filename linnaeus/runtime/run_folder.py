@@ -128,7 +128,7 @@ class Holder:
 
         Args:
             heartbeat_age_s: seconds since it has touched its claim.
-            resumes: whether this process goes on with its run, and so replaces one with its restart token.
+            resumes: whether this process resumes its run, and so replaces one with its restart token.
         """
         if self.is_here():
             return self.start == _start(self.pid) != ""
@@ -196,7 +196,7 @@ class State:
     Attributes:
         status: `interrupted` for a run that was stopped or killed, and can be resumed.
         holder: who has it, or had it last; None where that is not known.
-        exit_code: of its last process; None while it goes on or where nobody saw the end.
+        exit_code: of its last process; None while it runs or where nobody saw the end.
         reason: why it has not ended well.
         seconds: from start to end, summed over interruptions.
     """
@@ -354,7 +354,7 @@ class Claim:
                         f"the same {RESTART_TOKEN}"
                     )
                 raise FolderInUseError(
-                    f"EXPERIMENT.NAME: {self.folder} is in use by a run that is still going on "
+                    f"EXPERIMENT.NAME: {self.folder} is in use by a run that has not ended "
                     f"({holder or 'it does not say which'}); choose another name{wait}"
                 )
             link_new(temporary, self.folder / CLAIMS / str(number + 1))
@@ -411,7 +411,7 @@ class Claim:
             )
 
     def begin(self) -> None:
-        """Write `run.json`: the id, and that the run is going on.
+        """Write `run.json`: the id, and that the run has not ended.
 
         Raises:
             LostFolderError, LinnaeusError: see `check` and `write_text_atomically`.
@@ -461,7 +461,7 @@ class RunFolder:
 
     Args:
         path: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
-        world: the processes.
+        world: the ranks.
         keep: use the folder of an earlier run as it is; otherwise `begin` renames it.
 
     Attributes:
@@ -600,14 +600,19 @@ def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
     folder = claim.folder
     if not holds_run(folder):
         return None, claim
-    names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
-    aside = next(path for path in names if not path.exists())
+    aside = free_name(folder)
     try:
         claim.folder = folder.rename(aside)
         claim.release()
         return aside, Claim(folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
+
+
+def free_name(folder: Path) -> Path:
+    """The first of NAME.1, NAME.2, ... that is not there."""
+    names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+    return next(path for path in names if not path.exists())
 
 
 def holds_run(folder: Path) -> bool:

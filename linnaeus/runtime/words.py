@@ -11,8 +11,8 @@ _NUM_NAMED = 5
 def counted(number: int, noun: str) -> str:
     """A number with its noun, whose plural ends in `s`, or in `es` after another `s`.
 
-    >>> counted(1, "trial"), counted(0, "trial"), counted(2, "process")
-    ('1 trial', '0 trials', '2 processes')
+    >>> counted(1, "trial"), counted(0, "trial"), counted(2, "class")
+    ('1 trial', '0 trials', '2 classes')
     """
     if number == 1:
         return f"{number} {noun}"

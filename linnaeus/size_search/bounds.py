@@ -30,7 +30,7 @@ def max_batch_sizes(
         config, train: the nodes DATA and TRAIN.
         data: the datasets.
         mode: `train` or `val`.
-        world: the processes.
+        world: the ranks.
         tensor_bytes: host bytes of each tensor of one collated sample.
 
     Returns:

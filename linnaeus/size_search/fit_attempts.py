@@ -33,7 +33,7 @@ class FitAttempts:
 
     Args:
         config: of the run.
-        world: the processes.
+        world: the ranks.
         checkpoint: entries of the checkpoint of the run being resumed; None without one.
 
     Attributes:
@@ -45,7 +45,7 @@ class FitAttempts:
         names = names if checkpoint is None else names[:1]
         if "shard" in names and not world.is_distributed:
             raise ConfigError(
-                "DATA.AUTOBATCH.FIT: shard needs several processes, as torchrun starts them"
+                "DATA.AUTOBATCH.FIT: shard needs several ranks, as torchrun starts them"
             )
         check_sharding(_with_remedies(config, names).DIST, config.TRAIN, world)
         self._tried = [*(checkpoint or {}).get("autobatch", {}).get("train", {}).get("fit", ())]

@@ -93,7 +93,7 @@ _LIMITS = {
     "kernel": "a kernel, which takes no larger size",
     "max_batch_size": "MAX_BATCH_SIZE",
     "steps_per_epoch": "MIN_STEPS_PER_EPOCH",
-    "dataset": "the samples of one process",
+    "dataset": "the samples of one rank",
     "effective_batch": "the effective batch asked for",
     "host_memory": "host memory for the loader",
     "checkpoint": "the size in the checkpoint",

@@ -57,7 +57,7 @@ class SizeSearch:
         train: the TRAIN node.
         data: the datasets.
         assembly: the model without a wrapper, and its steps.
-        world: the processes.
+        world: the ranks.
         seed: chooses the samples that batches are made from.
         max_samples_per_rank: upper bound of the training size; samples that each rank takes per optimizer
             step. None without a bound.
@@ -88,7 +88,7 @@ class SizeSearch:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each process holds a part of the model."""
+        """Whether each rank holds a part of the model."""
         return is_sharded(self.assembly.state)
 
     @contextmanager
@@ -193,7 +193,7 @@ class SizeSearch:
             return predict(
                 train if mode == "train" else validate,
                 int,  # both make their own batches, one at a time: they take the size
-                state=self.assembly.state,
+                state=(*self.assembly.state, self.assembly.train_step.distillation),
                 mode=mode,
                 train_once=partial(train, _SAMPLES_BEFORE),
                 # Those of the wrapper that `linnaeus.training.ddp.wrap` makes.
@@ -204,7 +204,7 @@ class SizeSearch:
     def _frozen_as_in_last_epoch(self) -> AbstractContextManager[None]:
         """Context in which parameters are frozen or not as in the last epoch, when most memory is needed."""
         freezing = self.assembly.freezing
-        return freezing.unfrozen(only_if=freezing.ends_within(self.train.EPOCHS))
+        return freezing.unfrozen(only_if=freezing.ends_within(self.train.most_epochs))
 
     def batches(self, spec: BatchSpec, size: int, num_batches: int = 1) -> Iterator[Batch]:
         """Make each batch when it is asked for: as in training, only one exists at a time.
@@ -297,7 +297,7 @@ def find_sizes(
             result = dataclasses.replace(result, limited_by=limited_by, max_batch_size=most)
             if not is_kept:
                 logger.info(
-                    "AutoBatch %s: the checkpoint's batch size %d is not kept, going on with %d (limited by "
+                    "AutoBatch %s: the checkpoint's batch size %d is not kept, resuming with %d (limited by "
                     "%s)",
                     mode,
                     size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import uuid
 from collections.abc import Mapping, Sequence
@@ -34,11 +35,13 @@ from linnaeus.runtime.run_folder import (
     FolderInUseError,
     LostFolderError,
     cannot_write,
+    free_name,
     holds_run,
     read_state,
 )
 from linnaeus.sweep.grid import NOT_SWEPT, Combination, title_of
 
+logger = logging.getLogger("linnaeus.sweep")
 ASKED = "logs/config.yaml"
 """The configuration with which a worker starts a run, in the run's folder."""
 
@@ -48,7 +51,11 @@ Plan = tuple[Combination, Config]
 
 
 def plan_run(
-    combination: Combination, sweep: str | None = None, *, references: bool = False
+    combination: Combination,
+    sweep: str | None = None,
+    *,
+    references: bool = False,
+    compositions: dict[Any, Any] | None = None,
 ) -> Config:
     """The configuration of a run: in a folder of its own below the sweep's, and resumed there.
 
@@ -56,11 +63,12 @@ def plan_run(
         combination: of values.
         sweep: the sweep's folder; None takes that of the configuration.
         references: whether files, classes and names of timm must be there; see `load_config`.
+        compositions: as for `load_config`.
 
     Raises:
         ConfigError: lists everything that is wrong with it.
     """
-    config = load_config(combination.argv, references=references).config
+    config = load_config(combination.argv, references=references, compositions=compositions).config
     sweep = sweep or str(config.EXPERIMENT.folder)
     experiment = replace(config.EXPERIMENT, NAME=combination.name, OUTPUT_DIR=sweep)
     return replace(config, EXPERIMENT=experiment, TRAIN=replace(config.TRAIN, AUTO_RESUME=True))
@@ -171,7 +179,9 @@ class Sweep:
                 "of its own: give the sweep another name"
             )
         if (self.folder / SWEEP).exists():
-            self._check_same(Sweep.read(self.folder))
+            earlier = Sweep.read(self.folder)
+            if not self._replaces(earlier):
+                self._check_same(earlier)
         elif (
             any(holds_run(self.folder / run["name"]) for run in self.runs)
             or (self.folder / STUDY).exists()
@@ -190,17 +200,22 @@ class Sweep:
         if (read_json(self.folder / SWEEP) or {}).get("id") != self.id:
             raise LostFolderError(
                 f"{self.folder} is not the folder of this sweep any more: it was renamed or deleted; "
-                "where it is now, linnaeus work FOLDER goes on"
+                "where it is now, linnaeus work FOLDER resumes it"
             )
 
     def write(self) -> None:
         """Write `sweep.json`, unless it is there and says the same; more trials than it says are added.
+
+        A sweep of which every run has failed makes room where its runs cannot be tried once more.
 
         Raises:
             ConfigError: as for `check`, or the folder cannot be written to.
         """
         temporary = self.folder / f".{uuid.uuid4().hex}.tmp"
         try:
+            if (self.folder / SWEEP).exists() and self._replaces(Sweep.read(self.folder)):
+                aside = self.folder.rename(free_name(self.folder))
+                logger.info("all runs of %s have failed; it is %s now", self.folder, aside.name)
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 temporary.write_text(self._text(), encoding="utf-8")
@@ -220,29 +235,38 @@ class Sweep:
         content = {key: value for key, value in vars(self).items() if key != "folder"}
         return json.dumps(content, indent=1) + "\n"
 
+    def _replaces(self, earlier: Sweep) -> bool:
+        """Whether every run of the earlier sweep has failed, and this one cannot try them once more."""
+        states = {read_state(folder).status for folder in self.folder.iterdir()}
+        has_failed = "failed" in states and states <= {"failed", "not run"}
+        return has_failed and (self.trials is not None or bool(self._difference(earlier)))
+
     def _check_same(self, earlier: Sweep) -> None:
         """Refuse a folder that holds other runs."""
-        mine, others = (
-            {run["name"]: run["config"] for run in sweep.runs} for sweep in (self, earlier)
-        )
-        differs = ""
-        if (self.trials is None) != (earlier.trials is None):
-            differs = f"a {'grid' if earlier.trials is None else 'search'}"
-        elif self.trials is not None and (self.metric, _space(self)) != (
-            earlier.metric,
-            _space(earlier),
-        ):
-            differs = "a search with other keys, values or another metric"
-        elif mine.keys() != others.keys():
-            differs = "a sweep with other values"
-        elif changed := [name for name in mine if not _is_same(mine[name], others[name])]:
-            differs = f"a sweep with another configuration, such as that of {changed[0]}"
-        if differs:
+        if differs := self._difference(earlier):
             typed = shlex.join(["linnaeus", "sweep", *earlier.argv])
             raise ConfigError(
                 f"EXPERIMENT.NAME: {self.folder} is the folder of {differs} ({typed}); give this sweep "
                 "another name"
             )
+
+    def _difference(self, earlier: Sweep) -> str:
+        """Whose folder it is, if it holds other runs than these; else empty."""
+        mine, others = (
+            {run["name"]: run["config"] for run in sweep.runs} for sweep in (self, earlier)
+        )
+        if (self.trials is None) != (earlier.trials is None):
+            return f"a {'grid' if earlier.trials is None else 'search'}"
+        if self.trials is not None and (self.metric, _space(self)) != (
+            earlier.metric,
+            _space(earlier),
+        ):
+            return "a search with other keys, values or another metric"
+        if mine.keys() != others.keys():
+            return "a sweep with other values"
+        if changed := [name for name in mine if not _is_same(mine[name], others[name])]:
+            return f"a sweep with another configuration, such as that of {changed[0]}"
+        return ""
 
     def grid(self) -> list[SweepRun]:
         """The runs of a grid, in their order; none of a search."""

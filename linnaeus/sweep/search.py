@@ -72,7 +72,7 @@ class Study:
         self._asking = journal.JournalFileSymlinkLock(str(sweep.folder / "asking"))
 
     def check_configuration(self) -> None:
-        """Refuse to go on with another configuration: files on the command line are read for each trial.
+        """Refuse to resume with another configuration: files on the command line are read for each trial.
 
         Raises:
             ConfigError: a file has changed since the search began.
@@ -103,7 +103,7 @@ class Study:
                 yield trial.number, run
 
     def tell_ended(self) -> None:
-        """Tell the study of all runs that have ended; one that was interrupted goes on later."""
+        """Tell the study of all runs that have ended; one that was interrupted resumes later."""
         for trial, run in self.runs():
             if not trial.state.is_finished():
                 self._tell(trial.number, run, read_state(run.folder))

@@ -38,9 +38,7 @@ FLAGS = (
     "use-min-nodes",
 )
 """Options of sbatch that need no value; others are written as NAME= on our command line."""
-_ONE_TASK = (
-    "each node has one task, which starts a process for each GPU; give nodes=N gpus-per-node=N"
-)
+_ONE_TASK = "each node has one task, which starts a rank for each GPU; give nodes=N gpus-per-node=N"
 REFUSED = {
     "array": "a sweep makes the array; --jobs N is the number of workers",
     **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-gpu", "gpus"), _ONE_TASK),
@@ -181,8 +179,8 @@ def submit_command(
     """Submit one command, whose words have been checked, as one job: `linnaeus train --launcher slurm`.
 
     Args:
-        with_torchrun: whether it uses a process for each GPU.
-        run: the folder of the run that goes on there when the job is queued again; None for a command that
+        with_torchrun: whether it uses a rank for each GPU.
+        run: the folder of the run that resumes when the job is queued again; None for a command that
             begins anew.
 
     Returns:
@@ -256,12 +254,12 @@ def prefix(env: Mapping[str, str], *, alone: bool = False) -> list[str]:
 
 
 def _per_node(env: Mapping[str, str]) -> int:
-    """Processes of a node: one for each of its GPUs, and one without any."""
+    """Ranks of a node: one for each of its GPUs, and one without any."""
     return max(int(env.get("SLURM_GPUS_ON_NODE") or 1), 1)
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of srun: all CPU cores of the job, divided among the processes of a node."""
+    """The environment of srun: all CPU cores of the job, divided among the ranks of a node."""
     env = dict(given)
     if cores := env.get("SLURM_CPUS_PER_TASK"):
         env.setdefault("SRUN_CPUS_PER_TASK", cores)  # srun does not take it from the job

@@ -1,7 +1,7 @@
 """torchrun, without a traceback where somebody has stopped it: `python -m linnaeus.sweep.torchrun ...`.
 
 torchrun itself ends with 1 and a traceback of its own after a signal, although the run has saved its
-checkpoint and goes on later.
+checkpoint and resumes later.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import sys
 
 SHUTDOWN_S = 180
-"""After a signal, processes get this many seconds for their checkpoint; torchrun's own 30 may be too few."""
+"""After a signal, ranks get this many seconds for their checkpoint; torchrun's own 30 may be too few."""
 
 
 def main() -> int:
-    """Start the processes of a run, as the words of the command line say.
+    """Start the ranks of a run, as the words of the command line say.
 
     Returns:
         The exit code: 0 all have ended well, 128 and the number of the signal that torchrun was stopped by.
 
     Raises:
-        ChildFailedError: a process has failed; torchrun has printed which, and the exit code is 1.
+        ChildFailedError: a rank has failed; torchrun has printed which, and the exit code is 1.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import get_args_parser
@@ -30,7 +30,7 @@ def main() -> int:
     try:
         torchrun([*([f"{option}={SHUTDOWN_S}"] if has_option else []), *sys.argv[1:]])
     except SignalException as error:
-        return 128 + error.sigval  # its processes have said more
+        return 128 + error.sigval  # its ranks have said more
     return 0
 
 

@@ -300,7 +300,7 @@ def work_here(folder: Path, num_processes: int = 1) -> int:
         num_processes: ranks of each run.
 
     Raises:
-        ConfigError: it is no sweep's, or a search cannot go on.
+        ConfigError: it is no sweep's, or a search cannot be resumed.
     """
     ranks = ["linnaeus.sweep.torchrun", "--standalone", f"--nproc-per-node={num_processes}", "-m"]
     prefix = [sys.executable, "-m", *(ranks if num_processes > 1 else [])]

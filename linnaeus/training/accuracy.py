@@ -1,4 +1,4 @@
-"""Accuracy per level, agreement with the taxonomy, and losses, over all processes."""
+"""Accuracy per level, agreement with the taxonomy, and losses, over all ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ class ClassificationMetrics(nn.Module):
     """Loss, accuracy per level and taxonomic consistency over a validation pass.
 
     `top1/<level>` and `top5/<level>` (for levels with more than five classes) are fractions of the samples
-    whose label is known at that level, NaN without one. `consistent` is the fraction of samples where each
-    predicted class is a child of the class predicted one level above. Samples with a predicted class of
-    unknown parent are not counted; if a level has no known parents, the metric is left out.
+    whose label is known at that level. `macro/<level>` and `f1/<level>` are macro accuracy and macro F1:
+    means over the classes that have such a sample. All are NaN without one. `consistent` is the fraction of
+    samples where each predicted class is a child of the class predicted one level above. Samples with a
+    predicted class of unknown parent are not counted; if a level has no known parents, the metric is left
+    out.
 
     Where samples have several labels there are, in place of these, `map/<level>`, the average precision, and
     `f1/<level>`, with probabilities above 0.5: means over the classes with a positive sample, from all
@@ -47,12 +49,17 @@ class ClassificationMetrics(nn.Module):
         self.level_names = list(counts)
         self.total_loss: Tensor
         self.counts: Tensor
-        self._averaged = ["loss"]
-        for name, count in counts.items():
-            self._averaged += [f"top1/{name}", f"top5/{name}"] if count > 5 else [f"top1/{name}"]
+        self.class_counts: Tensor
+        self._num_classes = list(counts.values())
+        top5 = {name: f"top5/{name}" for name, count in counts.items() if count > 5}
+        self._averaged = ["loss", *top5.values()]
+        self.names = ["loss"]
+        for name in counts:
+            self.names += [f"top1/{name}", *filter(None, [top5.get(name)])]
+            self.names += [f"macro/{name}", f"f1/{name}"]
         if parents and all(max(row) != UNKNOWN for row in parents):
             self._averaged.append("consistent")
-        self.names = list(self._averaged)
+            self.names.append("consistent")
         if self._set_level is not None:
             import torchmetrics.functional.classification  # noqa: F401 (its memory is then there before a search)
 
@@ -64,6 +71,9 @@ class ClassificationMetrics(nn.Module):
         self.register_buffer(
             "counts", torch.zeros(len(self._averaged) - 1, 2).long(), persistent=False
         )
+        # Of each class of all levels: samples, predictions, correct predictions.
+        class_counts = torch.zeros(3, sum(self._num_classes)).long()
+        self.register_buffer("class_counts", class_counts, persistent=False)
 
     @torch.no_grad()
     def update(self, outputs: Any, targets: Any, loss: Tensor) -> None:
@@ -85,13 +95,18 @@ class ClassificationMetrics(nn.Module):
         counts = []  # of each metric: samples that count for it, of how many
         logits = logits_per_level(outputs, self.level_names)
         predictions = [level_logits.argmax(dim=1) for level_logits in logits]
+        class_counts = self.class_counts.split(self._num_classes, dim=1)
         for level, name in enumerate(self.level_names):
-            labels = targets[:, level]
-            num_known = (labels != UNKNOWN).sum()
-            counts += [(predictions[level] == labels).sum(), num_known]
+            labels, predicted = targets[:, level], predictions[level]
+            is_known = labels != UNKNOWN
+            classes = labels.clamp(min=0)
+            num_samples, num_predicted, num_correct = class_counts[level]
+            num_samples.index_add_(0, classes, is_known.long())
+            num_predicted.index_add_(0, predicted, is_known.long())
+            num_correct.index_add_(0, classes, (predicted == labels).long())
             if f"top5/{name}" in self._averaged:
                 top5 = logits[level].float().topk(5, dim=1).indices
-                counts += [(top5 == labels[:, None]).sum(), num_known]
+                counts += [(top5 == labels[:, None]).sum(), is_known.sum()]
         if "consistent" in self._averaged:
             consistent = known = torch.ones_like(predictions[0], dtype=torch.bool)
             for level in range(1, len(predictions)):
@@ -99,35 +114,50 @@ class ClassificationMetrics(nn.Module):
                 consistent = consistent & (parents == predictions[level - 1])
                 known = known & (parents != UNKNOWN)
             counts += [(consistent & known).sum(), known.sum()]
-        self.counts += torch.stack(counts).view(-1, 2)
+        if counts:
+            self.counts += torch.stack(counts).view(-1, 2)
 
     def compute(self, world: World, *, aborted: bool = False) -> dict[str, float] | None:
-        """The metrics over all batches of all processes, in one collective. Every process must call this.
+        """The metrics over all batches of all ranks, in one collective. Every rank must call this.
 
         Several labels per sample take two more.
 
         Args:
-            world: the processes.
-            aborted: whether this process has broken its validation off.
+            world: the ranks.
+            aborted: whether this rank has broken its validation off.
 
         Returns:
-            The values, equal on all processes; None if any process has broken its validation off.
+            The values, equal on all ranks; None if any rank has broken its validation off.
         """
-        sums = [float(self.total_loss), self.num_samples, *self.counts.flatten().tolist(), aborted]
-        *sums, num_aborted = world.reduce(torch.tensor(sums, dtype=torch.float64)).tolist()
+        totals = [
+            aborted,
+            float(self.total_loss),
+            self.num_samples,
+            *self.counts.flatten().tolist(),
+        ]
+        flat = self.class_counts.flatten().cpu().double()
+        sums = world.reduce(torch.cat([torch.tensor(totals, dtype=torch.float64), flat]))
+        num_aborted, *pairs = sums[: len(totals)].tolist()
         if num_aborted:
             return None
         values = {}
-        for name, total, count in zip(self._averaged, sums[::2], sums[1::2], strict=True):
+        for name, total, count in zip(self._averaged, pairs[::2], pairs[1::2], strict=True):
             values[name] = total / count if count else math.nan
+        class_counts = sums[len(totals) :].view(3, -1).split(self._num_classes, dim=1)
+        for name, each in zip(self.level_names, class_counts, strict=False):
+            num_samples, num_predicted, num_correct = each[:, each[0] > 0]
+            values[f"top1/{name}"] = float(num_correct.sum() / num_samples.sum())
+            values[f"macro/{name}"] = float((num_correct / num_samples).mean())
+            f1 = 2 * num_correct / (num_samples + num_predicted)
+            values[f"f1/{name}"] = float(f1.mean())
         if self._set_level is not None:
             sets = self.gather_sets(world)
             means = world.on_main(lambda: _map_and_f1(*(sets or ())))
             values |= dict(zip(self.names[1:], means, strict=True))
-        return values
+        return {name: values[name] for name in self.names}
 
     def gather_sets(self, world: World) -> tuple[Tensor, Tensor] | None:
-        """Probabilities and targets, [N, C] each, of all processes on rank 0; None on the others."""
+        """Probabilities and targets, [N, C] each, of all ranks on rank 0; None on the others."""
         gathered = world.gather_on_host(self._sets)
         if gathered is None:
             return None
@@ -139,13 +169,14 @@ class ClassificationMetrics(nn.Module):
         self.num_samples = 0
         self.total_loss.zero_()
         self.counts.zero_()
+        self.class_counts.zero_()
         self._sets = []
 
 
 def _map_and_f1(scores: Tensor, targets: Tensor) -> tuple[float, float]:
     """Means over the classes with a positive sample; NaN without any, and where a probability is.
 
-    Arguments are those of `figures_of_sets`.
+    Arguments as for `figures_of_sets`.
     """
     if scores.isnan().any():
         return math.nan, math.nan
@@ -157,7 +188,7 @@ def _map_and_f1(scores: Tensor, targets: Tensor) -> tuple[float, float]:
 
 
 def figures_of_sets(scores: Tensor, targets: Tensor) -> Tensor:
-    """The figures of each class where samples have several labels, over the samples whose label is known.
+    """The metrics of each class where samples have several labels, over the samples whose label is known.
 
     Args:
         scores, targets: as from `gather_sets`; probabilities are finite.
@@ -211,7 +242,7 @@ class LossMeter:
     """Sums the loss on the device and reads it only when asked, so that no step waits for it.
 
     Args:
-        world: the processes.
+        world: the ranks.
         scaler: the training step's. If enabled, it skips steps whose loss is not finite, and the mean leaves
             them out.
     """
@@ -242,7 +273,7 @@ class LossMeter:
         return 0.0 if self._total is None else float(self._total), int(self._count)
 
     def load_states(self, states: Sequence[tuple[float, int]]) -> None:
-        """Go on from what `state` gave on each rank; on another number of ranks, from their mean."""
+        """Restore the states of all ranks; on another number of ranks, their mean."""
         if len(states) == self._world.world_size:
             states = [states[self._world.rank]]
         totals, counts = [total for total, _ in states], [count for _, count in states]

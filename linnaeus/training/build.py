@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,9 @@ from torch import nn
 from linnaeus.batch_plan.effective_batch import Facts, micro_batches_held
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import DistConfig, TrainConfig
-from linnaeus.data.bundle import DataBundle, dataset_length, training_targets
+from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
-from linnaeus.models.file_backed import FileBacked
 from linnaeus.models.freeze import Freezing, build_freezing
 from linnaeus.models.lora import check_lora
 from linnaeus.models.timm_source import find_source
@@ -30,8 +28,9 @@ from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.training.accuracy import ClassificationMetrics, headline
 from linnaeus.training.checkpoint import TrainingState
-from linnaeus.training.class_weights import class_weights
+from linnaeus.training.class_weights import class_statistics
 from linnaeus.training.ddp import BatchNormBroadcast
+from linnaeus.training.distill import build_distillation, check_teacher
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import (
     SingleLevel,
@@ -61,18 +60,31 @@ def check_before_data(
     if not is_target(model):
         find_source(model.NAME)
         check_lora(model, config.UNFREEZE_EPOCH)
+        check_teacher(model.TEACHER)
     check_optimizer_name(optimizer)
     if config.SYNC_BATCHNORM and world.is_distributed and world.device.type == "cpu":
         raise ConfigError(
             "TRAIN.SYNC_BATCHNORM: True, but SyncBatchNorm needs an accelerator; set it False on the CPU"
         )
+    if config.VALIDATE_EVERY_STEPS is not None and config.VALIDATE_EVERY != 1:
+        raise ConfigError(
+            f"TRAIN.VALIDATE_EVERY: {config.VALIDATE_EVERY} epochs and TRAIN.VALIDATE_EVERY_STEPS "
+            f"{config.VALIDATE_EVERY_STEPS}; set one of them"
+        )
     check_noise_scale(config.NOISE_SCALE, world.world_size * micro_batches_held(config))
 
 
 def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
-    """Raise `ConfigError` for a loss with a sigmoid, on a model that gives log-probabilities."""
+    """Raise `ConfigError` for a loss that does not take the log-probabilities of a model."""
     sigmoids = ("bce", "asymmetric")
-    if not is_target(loss_node) and loss_node.NAME in sigmoids and gives_log_probabilities(model):
+    if is_target(loss_node) or not gives_log_probabilities(model):
+        return
+    if loss_node.LOGIT_ADJUSTMENT:
+        raise ConfigError(
+            f"LOSS.LOGIT_ADJUSTMENT: {loss_node.LOGIT_ADJUSTMENT:g} balances the classes of each level, but "
+            "with MODEL.HEAD 'marginal' a coarser level is the sum of the finest; set MODEL.HEAD independent"
+        )
+    if loss_node.NAME in sigmoids:
         raise ConfigError(
             f"LOSS.NAME: {loss_node.NAME!r} needs logits, but MODEL.HEAD 'marginal' gives log-probabilities; "
             "set MODEL.HEAD independent, or with one label in each level LOSS.NAME cross_entropy or focal"
@@ -86,6 +98,8 @@ class Assembly(TrainingState):
     Attributes:
         freezing: what does not train, or not yet.
         weights: one line that says which weights the model started with.
+        best_metric: TRAIN.BEST_METRIC.
+        teacher: one line on the teacher; None without.
     """
 
     metrics: ClassificationMetrics
@@ -93,11 +107,13 @@ class Assembly(TrainingState):
     validation_step: ValidationStep
     freezing: Freezing
     weights: str
+    best_metric: str | None = None
+    teacher: str | None = None
 
     @property
     def headline(self) -> str:
         """The metric that decides which checkpoint is best."""
-        return headline(self.metrics.names, self.criterion)
+        return self.best_metric or headline(self.metrics.names, self.criterion)
 
 
 def assemble(
@@ -117,23 +133,22 @@ def assemble(
         model_node, loss_node, optimizer_node: the nodes MODEL, LOSS and OPTIMIZER.
         config: the TRAIN node.
         data: its taxonomy and the shape of its inputs decide the model's outputs and inputs.
-        world: the processes and the device of training.
+        world: the ranks and the device of training.
         load_weights: whether to load the weights that MODEL names; not where a checkpoint replaces them.
-        sharding: the DIST node, if the model may be sharded over the processes.
+        sharding: the DIST node, if the model may be sharded over the ranks.
 
     Raises:
         ConfigError: a node that cannot be built.
     """
     device, taxonomy = world.device, data.taxonomy
     shards = sharding if sharding is not None and shards_model(sharding, world) else None
-    with nullcontext() if shards is None else FileBacked() as values:
-        model, weights = build_model(
-            model_node,
-            taxonomy=taxonomy,
-            in_chans=data.in_chans,
-            img_size=data.img_size,
-            load_weights=load_weights,
-        )
+    model, weights = build_model(
+        model_node,
+        taxonomy=taxonomy,
+        in_chans=data.in_chans,
+        img_size=data.img_size,
+        load_weights=load_weights,
+    )
     check_loss_takes_outputs(loss_node, model)
     freezing = build_freezing(model_node, model, config.UNFREEZE_EPOCH)
     freezing.freeze()
@@ -143,14 +158,14 @@ def assemble(
         # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
         timm.layers.convert_sync_batchnorm(model)
     average, callbacks = None, dict[str, Any]()
-    if shards is not None and values is not None:
+    if shards is not None:
         for split in (data.val, data.test):
             if split is not None and (length := dataset_length(split)) < world.world_size:
                 raise ConfigError(
                     f"DIST.SHARDING: {shards.SHARDING!r} needs a validation sample for each of "
-                    f"{world.world_size} processes, but there are {length}; start fewer"
+                    f"{world.world_size} ranks, but there are {length}; start fewer"
                 )
-        average = shard(model, values, shards, world, with_average=config.EMA.ENABLED)
+        average = shard(model, shards, world, with_average=config.EMA.ENABLED)
         callbacks["BatchNorm"] = BatchNormBroadcast()
     else:
         memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
@@ -163,17 +178,23 @@ def assemble(
             f"DIST.SHARDING: {shards.SHARDING!r} does not go with the trainable parameters of "
             f"{loss_node['_target_']} (LOSS); set none, or put the parameters into the model"
         )
+    distillation, teacher = build_distillation(model_node, loss_node, data, device)
     with freezing.unfrozen(only_if=freezing.keeps_optimizer_state):
         optimizer = build_optimizer(optimizer_node, model, trainable_parameters(criterion))
     ema = Ema(model, config.EMA.DECAY, average) if config.EMA.ENABLED else None
     if ema is not None:
         callbacks["EMA"] = ema
     metrics = ClassificationMetrics(taxonomy).to(device)
-    if (wanted := config.EARLY_STOPPING.METRIC) not in (None, *metrics.names):
-        raise ConfigError(
-            f"TRAIN.EARLY_STOPPING.METRIC: the validation of this run has no {wanted!r}; it has "
-            f"{', '.join(metrics.names)}"
-        )
+    watched = {
+        "TRAIN.BEST_METRIC": config.BEST_METRIC,
+        "TRAIN.EARLY_STOPPING.METRIC": config.EARLY_STOPPING.METRIC,
+    }
+    if problems := [
+        f"{key}: the validation of this run has no {wanted!r}; it has {', '.join(metrics.names)}"
+        for key, wanted in watched.items()
+        if wanted not in (None, *metrics.names)
+    ]:
+        raise ConfigError(problems)
     scaler = torch.amp.GradScaler(device.type, enabled=config.AMP == "fp16")
     precision = build_precision(config, device, data.on_device)
     return Assembly(
@@ -190,6 +211,7 @@ def assemble(
             scaler=scaler,
             precision=precision,
             clip_grad_norm=config.CLIP_GRAD_NORM,
+            distillation=distillation,
             callbacks=callbacks,
         ),
         validation_step=ValidationStep(
@@ -200,16 +222,16 @@ def assemble(
         ),
         freezing=freezing,
         weights=weights,
+        best_metric=config.BEST_METRIC,
+        teacher=teacher,
     )
 
 
 def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Module:
-    """The loss, on its device, with weights of classes where `LOSS.CLASS_WEIGHTS` asks for them."""
-    weights, taxonomy = None, data.taxonomy
-    if not is_target(node) and node.CLASS_WEIGHTS is not None and taxonomy is not None:
-        targets = training_targets(data, f"LOSS.CLASS_WEIGHTS {node.CLASS_WEIGHTS}")
-        weights = class_weights(node.CLASS_WEIGHTS, taxonomy, targets)
-    criterion = build_loss(node, taxonomy, device, weights).to(device)
+    """The loss, on its device, with the values of classes that `LOSS` asks for."""
+    taxonomy = data.taxonomy
+    statistics = None if is_target(node) or taxonomy is None else class_statistics(node, data)
+    criterion = build_loss(node, taxonomy, device, statistics).to(device)
     if isinstance(criterion, SingleLevel) and taxonomy is not None and not taxonomy.is_multilabel:
         num_classes = len(taxonomy.levels[0].classes)
         criterion.check_takes_targets(num_classes, device, mixes=data.on_device.mixing is not None)
@@ -242,7 +264,7 @@ def plan_facts(
         max_micro_batch_size, world_size, num_samples, min_steps_per_epoch: as in `Facts`.
     """
     learning_rate, weight_decay = peak_values(assembly.optimizer)
-    with assembly.freezing.unfrozen(only_if=assembly.freezing.ends_within(config.EPOCHS)):
+    with assembly.freezing.unfrozen(only_if=assembly.freezing.ends_within(config.most_epochs)):
         batchnorm = batchnorm_kind(assembly.model)
         is_kept = "backbone" in getattr(
             assembly.model, "always_eval", ()

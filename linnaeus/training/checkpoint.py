@@ -55,7 +55,7 @@ logger = logging.getLogger("linnaeus.checkpoint")
 
 REMEDY = "Choose another EXPERIMENT.NAME or set TRAIN.AUTO_RESUME False"
 
-_NUMBERED = re.compile(r"step_[0-9]{8,}\.pt")
+_NUMBERED = re.compile(r"(step|best)_[0-9]{8,}\.pt")
 
 _ENTRIES = ("model", "criterion", "optimizer", "scaler", "ema")
 
@@ -91,7 +91,9 @@ class TrainingProgress:
         epoch: number of finished epochs.
         samples: samples of the current epoch that have been trained on, over all ranks.
         step: number of optimizer steps done.
-        best: best headline metric so far, where larger is better; None before the first validation.
+        validated: the optimizer step of the last validation.
+        best: headline metric and negated loss, where larger is better, and optimizer step of the best
+            validations so far, the best one first.
         metrics: metrics of the last validation.
         best_metrics: the best value of each metric so far, where one was finite.
         seconds: time spent in training steps, loading included, validation not.
@@ -103,13 +105,36 @@ class TrainingProgress:
     epoch: int = 0
     samples: int = 0
     step: int = 0
-    best: float | None = None
+    best: list[tuple[float, float, int]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     best_epoch: int | None = None
     watched_best: float = -math.inf
     num_stale: int = 0
     best_metrics: dict[str, float] = field(default_factory=dict)
+    validated: int = 0
+
+    @property
+    def current_epoch(self) -> int:
+        """Number of the epoch of the last step, from 1."""
+        return self.epoch + (self.samples > 0)
+
+    @property
+    def best_steps(self) -> list[int]:
+        """The optimizer steps of the best validations, the best one first."""
+        return [step for *_, step in self.best]
+
+    def rank(self, value: float, loss: float, keep: int) -> None:
+        """Enter a validation among the best ones, of which at most `keep` stay. NaN is never one of them.
+
+        Of equal values the one with the smaller loss is better, then the later one.
+        """
+        if math.isnan(value):
+            return
+        entry = (value, -math.inf if math.isnan(loss) else -loss, self.step)
+        self.best = sorted([*self.best, entry], reverse=True)[:keep]
+        if self.best[0] is entry:
+            self.best_epoch = self.current_epoch
 
     def watch(self, value: float, min_delta: float) -> None:
         """Count a validation for early stopping: larger is better, by more than `min_delta`."""
@@ -118,12 +143,13 @@ class TrainingProgress:
             self.watched_best, self.num_stale = value, 0
 
     def early_stop_reason(self, node: EarlyStoppingConfig) -> str:
-        """Why training ends before its last epoch, as a sentence; empty where it goes on."""
-        if node.PATIENCE is None or self.num_stale < node.PATIENCE or self.samples:
+        """Return a sentence on why training ends before its last epoch; empty where it continues."""
+        is_known = self.validated == self.step
+        if node.PATIENCE is None or self.num_stale < node.PATIENCE or not is_known:
             return ""
         metric = f" of {node.METRIC}" if node.METRIC else ""
         stale = counted(self.num_stale, "validation")
-        return f"stopped early after epoch {self.epoch}: no improvement{metric} for {stale}"
+        return f"stopped early after epoch {self.current_epoch}: no improvement{metric} for {stale}"
 
 
 @dataclass(frozen=True)
@@ -158,7 +184,7 @@ class TrainingState:
         scaler that was off starts anew, as does a new average.
 
         Args:
-            state: the state; its tensors may become those of the optimizer.
+            state: the state; the optimizer may keep its tensors.
             changes: how the configuration differs from the checkpoint's, for the error's message.
 
         Raises:
@@ -231,7 +257,7 @@ class Checkpoint:
 
         Args:
             target: the objects of this run.
-            world: the processes.
+            world: the ranks.
 
         Raises:
             CheckpointError: it belongs to another model or another configuration; the same on every rank.
@@ -278,7 +304,8 @@ class CheckpointFolder:
 
     Args:
         folder: the run's `checkpoints/`.
-        keep: number of checkpoints that are kept as `step_<number>.pt`: those of the last steps.
+        keep: number of the last checkpoints that are kept as `step_<number>.pt`.
+        keep_best: whether to keep the checkpoints of the best validations as `best_<number>.pt`.
         background: copy the content to the host and return while a thread writes it. The next call and the
             end of the context wait for the thread, and raise its error.
         is_sharded: leave tensors in the files that are read until each rank takes its part of them.
@@ -290,6 +317,7 @@ class CheckpointFolder:
         folder: Path,
         *,
         keep: int = 0,
+        keep_best: bool = False,
         background: bool = False,
         is_sharded: bool = False,
         check: Callable[[], object] = lambda: None,
@@ -300,14 +328,14 @@ class CheckpointFolder:
         self.previous = folder / "previous.pt"
         self.best = folder / "best.pt"
         self.failed_rank = folder / "failed_rank.pt"
-        self._keep = keep
+        self._keep, self._keep_best = keep, keep_best
         self._background, self._is_sharded, self._check = background, is_sharded, check
         # In a thread in any case: an exception of a signal handler, which runs in the main thread, inside
         # `torch.save` becomes an error of the file or aborts the process. Here it only ends the waiting.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._unreadable: set[Path] = set()  # by this process: their shards, if any, are not known
-        self._keeps_previous = False  # `last.pt` is damaged, and the run goes on from an older file
+        self._keeps_previous = False  # `last.pt` is damaged, and the run resumes from an older file
 
     def __enter__(self) -> CheckpointFolder:
         return self
@@ -355,7 +383,7 @@ class CheckpointFolder:
         Args:
             state: of the objects on this rank.
             step: number of optimizer steps done; part of the folder's name.
-            world: the processes.
+            world: the ranks.
 
         Returns:
             The entries `state` and `shards` of the checkpoint, for `save`.
@@ -446,6 +474,12 @@ class CheckpointFolder:
                 kept = numbered[numbered.index(newest) :][: self._keep]
                 for path in set(numbered) - set(kept):
                     path.unlink()
+            progress = TrainingProgress(**content["progress"])
+            if self._keep_best and progress.step in progress.best_steps:
+                kept_best = [self.folder / f"best_{step:08d}.pt" for step in progress.best_steps]
+                _copy(self.folder / f"best_{progress.step:08d}.pt", self.last)
+                for path in set(self._numbered("best")) - set(kept_best):
+                    path.unlink()
             self._delete_unused_shards()
 
     @contextmanager
@@ -461,10 +495,11 @@ class CheckpointFolder:
         except (RuntimeError, MemoryError) as error:
             raise CheckpointError(f"{path} cannot be written: {first_line(error)}") from error
 
-    def _numbered(self) -> list[Path]:
+    def _numbered(self, kind: str = "step") -> list[Path]:
         """The numbered checkpoints, the last step first. Files of other names are the user's."""
-        paths = [path for path in self.folder.glob("step_*.pt") if _NUMBERED.fullmatch(path.name)]
-        return sorted(paths, key=lambda path: -int(path.stem.removeprefix("step_")))
+        found = self.folder.glob(f"{kind}_*.pt")
+        paths = [path for path in found if _NUMBERED.fullmatch(path.name)]
+        return sorted(paths, key=lambda path: -int(path.stem.rpartition("_")[2]))
 
     def _newest_first(self) -> Iterator[Path]:
         """The existing checkpoints, the last step first; `best.pt` comes last, for where others are gone."""
@@ -614,7 +649,7 @@ def broadcast_state(state: Any, world: World) -> Any:
 
     Args:
         state: nest of dense tensors on the host and of values that can be pickled; used on rank 0 alone.
-        world: the processes.
+        world: the ranks.
 
     Returns:
         The nest: on rank 0 `state` itself, on the other ranks a copy of it.
@@ -643,7 +678,7 @@ def local_shards_of(
         target: the sharded objects of this run. Their parameters take their values now.
         state: used on rank 0 alone, from which whole tensors are broadcast one by one.
         reader: of the shards, where the checkpoint is of a sharded run: its `state` has tensors on `meta`.
-        world: the processes.
+        world: the ranks.
 
     Raises:
         CheckpointError: a rank cannot read the shards.

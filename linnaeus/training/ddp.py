@@ -34,7 +34,7 @@ def wrap(
 
     Args:
         model: on its device.
-        world: the processes.
+        world: the ranks.
         find_unused_parameters: for models that do not use every parameter in every step.
         single_rank: use a process group of this rank alone, with the same buckets and hooks. For trials of
             the batch-size search: the other ranks take no part in them.
@@ -65,7 +65,7 @@ def _rebuild_buckets_now(wrapper: DistributedDataParallel) -> None:
 
     After its first backward pass a wrapper sorts the gradients into new buckets, in the order in which they
     came. How three or more ranks round a sum depends on its place in a bucket, so that the first step of a
-    resumed process would differ from that of a process that goes on. A backward pass of zeros, from the last
+    resumed run would differ from that of a run without a break. A backward pass of zeros, from the last
     parameter to the first, gives the order before the first step.
     """
     parameters = [parameter for parameter in wrapper.module.parameters() if parameter.requires_grad]
@@ -100,25 +100,21 @@ class BatchNormBroadcast:
 
 
 @torch.no_grad()
-def distribute_batchnorm(
-    model: nn.Module, ema_module: nn.Module | None, world: World, how: str
-) -> None:
-    """Make the running statistics equal on all ranks. Every rank must call this.
+def distribute_batchnorm(model: nn.Module, ema_module: nn.Module | None, world: World) -> None:
+    """Average the running statistics over the ranks. Every rank must call this.
 
-    All ranks then validate one and the same model, the one that a checkpoint of rank 0 holds. The statistics
-    of the average are rank 0's in both modes: the average of each rank follows the statistics of that rank
-    and drifts from the others, and only that of rank 0 is in a checkpoint, to resume from.
+    All ranks then validate one and the same model, the one that a checkpoint of rank 0 holds. The average
+    of the weights takes the statistics of rank 0: each rank's average follows the statistics of that rank
+    and drifts from the others, and a checkpoint holds only that of rank 0, to resume from.
 
     Args:
         model: without DistributedDataParallel.
         ema_module: the average of its weights; None without EMA.
-        world: the processes; if there is only one, nothing happens.
-        how: `reduce` averages the model's statistics over the ranks, `broadcast` takes those of rank 0,
-            `none` leaves all as it is.
+        world: the ranks; if there is only one, nothing happens.
     """
-    if how == "none" or not world.is_distributed:
+    if not world.is_distributed:
         return
-    _replace_statistics(model, world.mean if how == "reduce" else _of_main)
+    _replace_statistics(model, world.mean)
     if ema_module is not None:
         _replace_statistics(ema_module, _of_main)
 

@@ -18,6 +18,15 @@ from linnaeus.data.mixing import one_hot
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.runtime.errors import ConfigError, first_line
 
+STATISTICS = {
+    "CLASS_WEIGHTS": "class_weights",
+    "LOGIT_ADJUSTMENT": "logit_offsets",
+    "POS_WEIGHT": "pos_weights",
+}
+"""Keys of LOSS that need the training samples of each class, and the buffers that they give the loss."""
+_TAKERS = {"LOGIT_ADJUSTMENT": ("cross_entropy", "focal"), "POS_WEIGHT": ("bce",)}
+"""Losses that take a key."""
+
 _LIBRARIES = ("torch", "torchvision", "timm")
 """Their losses know no levels."""
 
@@ -79,7 +88,7 @@ class TaxonomicLoss(nn.Module):
 
     A sample whose label is unknown at a level adds 0 to that level and counts in the average. The divisor is
     therefore the number of samples and not that of known labels, nor the sum of class weights, so that the
-    gradient of an effective batch does not depend on how it is split into micro-batches and processes.
+    gradient of an effective batch does not depend on how it is split into micro-batches and ranks.
 
     Targets are labels or, for batches mixed by Mixup or CutMix, probabilities; the loss of a mixed sample is
     the mean of the losses with either label, by the parts of the images.
@@ -90,8 +99,9 @@ class TaxonomicLoss(nn.Module):
         label_smoothing: in [0, 1).
         num_classes: L numbers of classes, checked against the model's outputs; None does not check, and
             cannot take probabilities.
-        class_weights: for each level, the weights [C] of its classes. They are buffers, so that a checkpoint
-            holds them. None is 1 each, without a buffer.
+        statistics: for each level, values [C] of its classes, by name; see `class_statistics`. They are
+            buffers, so that a checkpoint holds them. `class_weights` weight the samples of a class,
+            `logit_offsets` are added to the logits, `pos_weights` weight the present class.
     """
 
     def __init__(
@@ -100,16 +110,17 @@ class TaxonomicLoss(nn.Module):
         level_weights: Sequence[float],
         label_smoothing: float = 0.0,
         num_classes: Sequence[int] | None = None,
-        class_weights: Sequence[Tensor] | None = None,
+        statistics: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> None:
         super().__init__()
         self.level_names = tuple(level_names)
         self.level_weights = tuple(weight / sum(level_weights) for weight in level_weights)
         self.label_smoothing = label_smoothing
         self.num_classes = None if num_classes is None else tuple(num_classes)
-        self._has_class_weights = class_weights is not None
-        for level, weights in enumerate(class_weights or ()):
-            self.register_buffer(f"class_weights_{level}", weights)
+        self._statistics = {*(statistics or {})}
+        for name, by_level in (statistics or {}).items():
+            for level, values in enumerate(by_level):
+                self.register_buffer(f"{name}_{level}", values)
 
     def forward(self, outputs: Any, targets: Tensor) -> Tensor:
         """The loss.
@@ -132,17 +143,28 @@ class TaxonomicLoss(nn.Module):
             targets_by_level = targets.unbind(dim=1)
         if len(logits_by_level) == 1:
             [logits], [target] = logits_by_level, targets_by_level
-            return self._sum(logits, target, self.class_weights(0)) / len(targets)
+            return self._sum(logits, target, 0) / len(targets)
         parts = zip(logits_by_level, targets_by_level, self.level_weights, strict=True)
         losses = [
-            weight * (self._sum(logits, target, self.class_weights(level)) / len(target))
+            weight * (self._sum(logits, target, level) / len(target))
             for level, (logits, target, weight) in enumerate(parts)
         ]
         return torch.stack(losses).sum()
 
-    def class_weights(self, level: int) -> Tensor | None:
-        """The weights [C] of the classes of a level; None without."""
-        return self.get_buffer(f"class_weights_{level}") if self._has_class_weights else None
+    def statistic(self, name: str, level: int) -> Tensor | None:
+        """The values [C] of the classes of a level; None without."""
+        return self.get_buffer(f"{name}_{level}") if name in self._statistics else None
+
+    def adjusted(self, logits: Tensor, level: int) -> Tensor:
+        """Logits [B, C] of a softmax, with their offsets.
+
+        The offset of a class with the share pi of the training samples is `LOSS.LOGIT_ADJUSTMENT * log(pi)`,
+        as in logit adjustment (Menon et al. 2021, arXiv:2007.07314). With 1 it is balanced softmax
+        (Ren et al. 2020, arXiv:2007.10740). The model's own logits, without offsets, then rank the classes
+        as if all were equally frequent.
+        """
+        offsets = self.statistic("logit_offsets", level)
+        return logits if offsets is None else _precise(logits) + offsets
 
     def _check(self, logits_by_level: Sequence[Tensor], num_classes: Sequence[int]) -> None:
         for name, logits, count in zip(self.level_names, logits_by_level, num_classes, strict=True):
@@ -152,7 +174,7 @@ class TaxonomicLoss(nn.Module):
                     f"it must be [batch, {count}], one logit per class"
                 )
 
-    def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
+    def _sum(self, logits: Tensor, target: Tensor, level: int) -> Tensor:
         """The sum of the losses of one level for logits [B, C] and labels [B] or probabilities [B, C]."""
         raise NotImplementedError
 
@@ -163,14 +185,15 @@ class TaxonomicCrossEntropy(TaxonomicLoss):
     For probabilities q of the classes, after smoothing, and weights w: `-sum_c w_c q_c log p_c`.
     """
 
-    def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
+    def _sum(self, logits: Tensor, target: Tensor, level: int) -> Tensor:
+        logits, weights = self.adjusted(logits, level), self.statistic("class_weights", level)
         if target.is_floating_point():  # torch would smooth unknown rows too
             target = smoothed(target, self.label_smoothing)
-            return functional.cross_entropy(logits, target, class_weights, reduction="sum")
+            return functional.cross_entropy(logits, target, weights, reduction="sum")
         return functional.cross_entropy(
             logits,
             target,
-            class_weights,
+            weights,
             ignore_index=UNKNOWN,
             reduction="sum",
             label_smoothing=self.label_smoothing,
@@ -181,21 +204,28 @@ class TaxonomicBinaryCrossEntropy(TaxonomicLoss):
     """Binary cross-entropy of each class's sigmoid, a mean over the classes, as timm's `BinaryCrossEntropy`.
 
     Targets are one-hot, with label smoothing as for cross-entropy (Wightman et al. 2021, ResNet strikes back,
-    arXiv:2110.00476). A class weight is that of the samples of the class, in all their binary terms.
+    arXiv:2110.00476). A class weight counts for the samples of the class, in all their binary terms.
+    `pos_weights` multiply the term of the present class alone, as `pos_weight` of torch's
+    `BCEWithLogitsLoss`.
     """
 
-    def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
+    def _sum(self, logits: Tensor, target: Tensor, level: int) -> Tensor:
         logits = _precise(logits)
         parts = _probabilities(target, logits)
-        if class_weights is not None:
-            parts = parts * class_weights
+        weights = self.statistic("class_weights", level)
+        if weights is not None:
+            parts = parts * weights
         # The class weight of a known label, 0 for an unknown one, between them where two samples are mixed.
         sample_weight = parts.sum(dim=1, keepdim=True)
         binary = smoothed(parts, self.label_smoothing) / sample_weight.clamp_min(
             torch.finfo(parts.dtype).tiny
         )
         total = functional.binary_cross_entropy_with_logits(
-            logits, binary, weight=sample_weight, reduction="sum"
+            logits,
+            binary,
+            weight=sample_weight,
+            reduction="sum",
+            pos_weight=self.statistic("pos_weights", level),
         )
         return total / logits.shape[1]
 
@@ -203,8 +233,8 @@ class TaxonomicBinaryCrossEntropy(TaxonomicLoss):
 class TaxonomicFocalLoss(TaxonomicLoss):
     """Focal loss of the softmax: `-sum_c w_c q_c (1 - p_c)^gamma log p_c`, with q and w as for cross-entropy.
 
-    It is that of Lin et al. 2017 (arXiv:1708.02002) with the softmax's probabilities, so that a model
-    predicts as with cross-entropy; for two classes it equals torchvision's `sigmoid_focal_loss` without
+    Lin et al. 2017 (arXiv:1708.02002), with the softmax's probabilities, so that a model predicts as with
+    cross-entropy. For two classes it equals torchvision's `sigmoid_focal_loss` without
     alpha.
     """
 
@@ -212,11 +242,12 @@ class TaxonomicFocalLoss(TaxonomicLoss):
         super().__init__(*args, **kwargs)
         self.gamma = gamma
 
-    def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
-        log_p = functional.log_softmax(_precise(logits), dim=1)
+    def _sum(self, logits: Tensor, target: Tensor, level: int) -> Tensor:
+        log_p = functional.log_softmax(_precise(self.adjusted(logits, level)), dim=1)
         target = smoothed(_probabilities(target, log_p), self.label_smoothing)
-        if class_weights is not None:
-            target = target * class_weights
+        weights = self.statistic("class_weights", level)
+        if weights is not None:
+            target = target * weights
         # A power below 1 has no finite gradient at 0.
         rest = (-torch.expm1(log_p)).clamp_min(torch.finfo(log_p.dtype).eps)
         return -(target * rest**self.gamma * log_p).sum()
@@ -229,22 +260,25 @@ class MultilabelBinaryCrossEntropy(TaxonomicLoss):
     smoothing moves a target y to `(1 - label_smoothing) y + label_smoothing / 2`.
     """
 
-    def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
+    def _sum(self, logits: Tensor, target: Tensor, level: int) -> Tensor:
         is_unknown = target < 0
         target = target + self.label_smoothing * (0.5 - target)
         # A logit this low, of a class that is absent, has neither loss nor gradient.
         logits = _precise(logits).masked_fill(is_unknown, -1e4)
-        return self._binary(logits, target.masked_fill(is_unknown, 0)) / logits.shape[1]
+        return self._binary(logits, target.masked_fill(is_unknown, 0), level) / logits.shape[1]
 
-    def _binary(self, logits: Tensor, target: Tensor) -> Tensor:
+    def _binary(self, logits: Tensor, target: Tensor, level: int) -> Tensor:
         """The sum of the binary losses for logits and targets in [0, 1], both [B, C]."""
-        return functional.binary_cross_entropy_with_logits(logits, target, reduction="sum")
+        weights = self.statistic("pos_weights", level)
+        return functional.binary_cross_entropy_with_logits(
+            logits, target, reduction="sum", pos_weight=weights
+        )
 
 
 class MultilabelAsymmetric(MultilabelBinaryCrossEntropy):
     """Asymmetric loss (Ben-Baruch et al. 2021, arXiv:2009.14119) with gamma 1 and 4, and margin 0.05."""
 
-    def _binary(self, logits: Tensor, target: Tensor) -> Tensor:
+    def _binary(self, logits: Tensor, target: Tensor, level: int) -> Tensor:
         # As one sample: not every version of timm can be told to sum, but over one sample all do.
         loss: Tensor = AsymmetricLossMultiLabel()(logits.reshape(1, -1), target.reshape(1, -1))
         return loss
@@ -333,7 +367,7 @@ def build_loss(
     node: Any,
     taxonomy: Taxonomy | None,
     device: torch.device | None = None,
-    class_weights: Sequence[Tensor] | None = None,
+    statistics: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> nn.Module:
     """Build the loss.
 
@@ -342,12 +376,13 @@ def build_loss(
             samples. Lists of numbers arrive as tensors where the signature asks for a tensor.
         taxonomy: levels and classes of the labels; None when a user's dataset has none.
         device: of those tensors; None is torch's default.
-        class_weights: weights [C] of the classes of each level, for LOSS.CLASS_WEIGHTS. Without them its
+        statistics: values [C] of the classes of each level, see `class_statistics`. Without them their
             buffers hold 1, to be loaded from a checkpoint.
 
     Raises:
         ConfigError: weights that do not match the levels, a dataset without labels and no `_target_`, a
-            loss of a library for several levels, or one that is not for the number of labels per sample.
+            loss of a library for several levels, or one that is not for the number of labels per sample or
+            for another key.
     """
     if is_target(node):
         return _custom_loss(node, taxonomy, device)
@@ -364,8 +399,9 @@ def build_loss(
     if sum(weights) <= 0:
         raise ConfigError(f"LOSS.LEVEL_WEIGHTS: {weights} are all 0; at least one level must count")
     counts = list(taxonomy.num_classes.values())
-    if node.CLASS_WEIGHTS is not None and class_weights is None:
-        class_weights = [torch.ones(count) for count in counts]
+    asked = {key: name for key, name in STATISTICS.items() if getattr(node, key) not in (None, 0)}
+    if statistics is None:
+        statistics = {name: [torch.ones(count) for count in counts] for name in asked.values()}
     kinds: dict[str, Callable[..., TaxonomicLoss]] = {
         "cross_entropy": TaxonomicCrossEntropy,
         "bce": TaxonomicBinaryCrossEntropy,
@@ -378,7 +414,13 @@ def build_loss(
         raise ConfigError(
             f"LOSS.NAME: {node.NAME!r} is not for samples with {number}; set {' or '.join(kinds)}"
         )
-    return kinds[node.NAME](names, weights, node.LABEL_SMOOTHING, counts, class_weights)
+    for key, takers in _TAKERS.items():
+        if key in asked and node.NAME not in takers:
+            raise ConfigError(
+                f"LOSS.{key}: {getattr(node, key)} is for LOSS.NAME {' and '.join(takers)}, not {node.NAME}; "
+                "leave it out"
+            )
+    return kinds[node.NAME](names, weights, node.LABEL_SMOOTHING, counts, statistics)
 
 
 def _custom_loss(

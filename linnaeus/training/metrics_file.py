@@ -16,6 +16,8 @@ from linnaeus.runtime.files import not_written, write_atomically
 class MetricsFile:
     """`metrics.jsonl`: one JSON object per line, each with `step`, `epoch` (from 1), `split` and `time`.
 
+    Of a validation within an epoch, `epoch` is the number of epochs trained, such as 1.25.
+
     Args:
         path: the file; lines are appended. None writes nothing.
         check: called before each line; raises where the folder is not the run's any more.
@@ -68,7 +70,7 @@ class MetricsFile:
             if self._file is not None:
                 self._file.close()
 
-    def write(self, *, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
+    def write(self, *, step: int, epoch: float, split: str, values: Mapping[str, float]) -> None:
         """Append one line and flush it. Values that are not finite are written as null.
 
         Raises:

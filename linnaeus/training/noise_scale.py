@@ -178,10 +178,10 @@ def check_noise_scale(config: NoiseScaleConfig, num_gradients: int) -> None:
     """Raise `ConfigError` if an optimizer step has one gradient: of one micro-batch on one rank."""
     if config.ENABLED and num_gradients == 1:
         raise ConfigError(
-            "TRAIN.NOISE_SCALE.ENABLED: True, but with one process and one micro-batch per optimizer step "
+            "TRAIN.NOISE_SCALE.ENABLED: True, but with one rank and one micro-batch per optimizer step "
             "there is only one batch size to measure gradients at, and two are needed: set "
             "TRAIN.ACCUMULATION_STEPS 2 or more, a TRAIN.EFFECTIVE_BATCH_SIZE above DATA.BATCH_SIZE, or run "
-            "several processes under torchrun"
+            "several ranks under torchrun"
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +34,9 @@ class StateBytes:
     """Bytes of the tensors that training keeps. Storage that tensors share counts once, for the first one.
 
     Attributes:
-        parameters, buffers: those of the model and the loss.
+        parameters, buffers: of the model and the loss.
         average: the EMA copy of the model.
-        gradients: those of all parameters; 0 in validation.
+        gradients: of all parameters; 0 in validation.
         optimizer_state: such as Adam's moments; training's stay resident during validation.
     """
 
@@ -130,7 +131,7 @@ class SizeOrigin:
     """Where the batch size of training or of validation comes from.
 
     Attributes:
-        size: samples per process.
+        size: samples per rank.
         sentence: says where it comes from.
         key: the key that is set to less for a smaller size.
         alternatives: what leads to a smaller size too.
@@ -241,6 +242,20 @@ def memory_sentence(
     return f"{held}. {outside}: {_gib(max(outside_bytes, 0))} GiB"
 
 
+def save_memory_snapshot(world: World, logs: Path | None) -> str:
+    """Write torch's memory snapshot on CUDA; return a sentence that names it, or nothing without one."""
+    if logs is None or world.device.type != "cuda":
+        return ""
+    path = logs / f"memory_snapshot_rank{world.rank}.pickle"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        # No public function writes the format of the viewer.
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError, MemoryError):
+        return ""
+    return f"Memory snapshot for https://docs.pytorch.org/memory_viz: {path}"
+
+
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}"
 
@@ -295,12 +310,14 @@ class OutOfMemoryReport:
     Attributes:
         config: the TRAIN node.
         origins: where the batch sizes come from, for `train` and `val`.
+        logs: takes torch's memory snapshot; None writes none.
     """
 
     config: TrainConfig
     assembly: Assembly
     world: World
     origins: Mapping[str, SizeOrigin] = field(default_factory=dict)
+    logs: Path | None = None
 
     def of_step(
         self, text: str, stage: Stage, *, is_updating: bool, smallest: int
@@ -320,7 +337,7 @@ class OutOfMemoryReport:
         elif smallest < 2 and batchnorm_kind(self.assembly.model) == "local":
             obstacle = "Split further, a micro-batch would have one sample, too few for BatchNorm"
         elif self.config.ON_OUT_OF_MEMORY != "split":
-            obstacle = f"{_KEY} split would go on with smaller micro-batches"
+            obstacle = f"{_KEY} split would train on with smaller micro-batches"
         else:
             return None
         remedies = update_remedies(self.assembly)  # there were no activations in an update
@@ -357,6 +374,7 @@ class OutOfMemoryReport:
             "" if origin is None else origin.sentence,
             what_held_memory(self.assembly, self.world.device),
             obstacle,
+            save_memory_snapshot(self.world, self.logs),
             f"What helps: {'; '.join(remedies)}",
         )
         return OutOfMemoryError(".\n".join(filter(None, lines)))

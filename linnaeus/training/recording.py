@@ -48,7 +48,7 @@ class Recording:
     def open(self) -> None:
         """Open the files, once. Collective."""
 
-    def write(self, split: str, values: Mapping[str, float], *, epoch: int, step: int) -> None:
+    def write(self, split: str, values: Mapping[str, float], *, epoch: float, step: int) -> None:
         """Record the metrics of a split after an optimizer step."""
 
 
@@ -96,7 +96,7 @@ class RunRecording(Recording):
             MetricsFile(
                 path / METRICS,
                 last_step=progress.step,
-                within_epoch=progress.samples > 0,
+                within_epoch=progress.validated != progress.step,
                 check=self.folder.check,
             )
         )
@@ -147,7 +147,7 @@ class RunRecording(Recording):
                 self.folder.path / AUTOBATCH, json.dumps(content, indent=2) + "\n"
             )
 
-    def write(self, split: str, values: Mapping[str, float], *, epoch: int, step: int) -> None:
+    def write(self, split: str, values: Mapping[str, float], *, epoch: float, step: int) -> None:
         """Append to `metrics.jsonl` and send to the loggers."""
         self._metrics.write(step=step, epoch=epoch, split=split, values=values)
         self._tracker.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
@@ -157,7 +157,7 @@ class RunRecording(Recording):
 
         Args:
             result: of the run.
-            plan: its micro-batches are smaller than those of `self.plan` where memory ran out.
+            plan: with smaller micro-batches than `self.plan` where memory ran out.
         """
         path, data = self.folder.path, self.config.DATA
         report_result(result, plan, self.config.TRAIN, data.BATCH_SIZE_VAL, path, self._tracker)

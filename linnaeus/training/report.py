@@ -10,10 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from linnaeus.batch_plan.plan import BatchPlan, OptimizerNode
 from linnaeus.batch_plan.summary import summary_lines
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import SCHEDULES, Config, LossConfig, ScheduleConfig, TrainConfig
+from linnaeus.data.bundle import DataBundle
 from linnaeus.data.mixing import is_mixing
 from linnaeus.runtime.files import write_text_atomically
 from linnaeus.training.tracking import Tracker
@@ -56,8 +60,28 @@ def settings_without_effect(config: Config) -> Iterator[str]:
         yield f"{key} has no effect, since nothing is frozen (MODEL.FREEZE none)"
     elif epoch == 1:
         yield f"{key} unfreezes before the first epoch, so that MODEL.FREEZE has no effect"
-    elif epoch > num_epochs:
+    elif epoch > num_epochs and config.TRAIN.MAX_STEPS is None:
         yield f"{key} comes after the last epoch (TRAIN.EPOCHS {num_epochs}): nothing is unfrozen in this run"
+
+
+def uneven_classes(data: DataBundle, headline: str) -> str | None:
+    """Return a sentence where top-1 decides and training has over 10 times as many samples of one class."""
+    kind, _, name = headline.partition("/")
+    targets = getattr(data.train, "targets", None)
+    if kind != "top1" or data.taxonomy is None or not isinstance(targets, Tensor):
+        return None
+    level = data.taxonomy.names.index(name)
+    labels = targets[:, level]
+    counts = torch.bincount(labels[labels >= 0])
+    classes, present = data.taxonomy.levels[level].classes, counts.nonzero().flatten()
+    if not len(present) or counts.max() <= 10 * counts[present].min():
+        return None
+    most, least = int(counts.argmax()), int(present[counts[present].argmin()])
+    return (
+        f"uneven classes: {classes[most]} has {counts[most]} training samples, {classes[least]} "
+        f"{counts[least]}, and {headline} favors the common ones; TRAIN.BEST_METRIC=macro/{name} counts each "
+        "class alike"
+    )
 
 
 def report_start(config: Config, sentences: Iterable[str | None]) -> None:
@@ -69,7 +93,7 @@ def report_start(config: Config, sentences: Iterable[str | None]) -> None:
 
 
 def report_plan(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode) -> None:
-    """Log the figures, notes and warnings of the batch plan; arguments as for `summary_lines`."""
+    """Log the numbers, notes and warnings of the batch plan; arguments as for `summary_lines`."""
     for line in summary_lines(plan, train, optimizer):
         logger.info(line)
     for note in plan.notes:
@@ -93,7 +117,7 @@ def report_result(
     if result.stop_signal:
         name = signal.Signals(result.stop_signal).name
         logger.info(
-            "stopped by %s; TRAIN.AUTO_RESUME True goes on from the checkpoint in %s", name, folder
+            "stopped by %s; TRAIN.AUTO_RESUME True resumes from the checkpoint in %s", name, folder
         )
         return
     if result.stopped_early:

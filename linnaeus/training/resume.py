@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: what its configuration may change, and whether it is over."""
+"""Whether a run may resume from a checkpoint: allowed changes of its configuration, and whether it ended."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _RATE_KEYS = {
     "OPTIMIZER.lr",
     "OPTIMIZER.weight_decay",
 }
-"""Keys of OPTIMIZER that may change with TRAIN.RESUME_WITH lr; those of SCHEDULE all may."""
+"""Keys of OPTIMIZER that may change with TRAIN.RESUME_WITH lr; all keys of SCHEDULE may."""
 
 _TAKEN_WHERE_NULL = (
     "DATA.IMG_SIZE",
@@ -56,7 +56,7 @@ _NOT_SET = "not set"
 
 
 class Change(NamedTuple):
-    """A key whose value in the checkpoint is not that of this configuration, both as text."""
+    """A key whose value differs between checkpoint and configuration, both as text."""
 
     key: str
     before: str
@@ -97,9 +97,9 @@ def resumed_nodes(config: Config) -> dict[str, Any]:
             "CLIP_GRAD_NORM",
             "EMA",
             "SYNC_BATCHNORM",
-            "DISTRIBUTE_BN",
             "UNFREEZE_EPOCH",
             "EARLY_STOPPING",
+            "OVERFIT_BATCHES",
         ),
         "DATA": (
             "DATASET",
@@ -109,6 +109,8 @@ def resumed_nodes(config: Config) -> dict[str, Any]:
             "DECODE",
             "BACKGROUND",
             "BIT_DEPTH",
+            "LIMIT_TRAIN_SAMPLES",
+            "LIMIT_VAL_SAMPLES",
         ),
     }
     nodes = dataclasses.asdict(config)
@@ -154,7 +156,7 @@ def find_checkpoint(
         checkpoints: of the run.
         nodes: the `resumed_nodes` of this configuration.
         resume_with: TRAIN.RESUME_WITH.
-        world: the processes.
+        world: the ranks.
 
     Raises:
         CheckpointError, ConfigError: it cannot be read; it has another optimizer, schedule or seed.
@@ -192,7 +194,7 @@ def check_changes(changes: Iterable[Change], resume_with: str | None) -> None:
 
 
 def check_classes(spec: Mapping[str, Any], taxonomy: Taxonomy | None, run: Path) -> None:
-    """Refuse data whose levels or classes are not those of the checkpoint, in the same order.
+    """Refuse data with other levels or classes than the checkpoint, or in another order.
 
     Args:
         spec: the checkpoint's `ModelSpec` as plain values.
@@ -227,7 +229,7 @@ def check_classes(spec: Mapping[str, Any], taxonomy: Taxonomy | None, run: Path)
 def resumed_progress(
     content: Mapping[str, Any], headline: str, config: EarlyStoppingConfig
 ) -> TrainingProgress:
-    """The progress in a checkpoint; what it has of another metric than this run's restarts.
+    """Return the progress in a checkpoint; its ranking by another metric than this run's restarts.
 
     Args:
         content: of the checkpoint.
@@ -236,7 +238,7 @@ def resumed_progress(
     """
     progress = TrainingProgress(**content["progress"])
     if content["headline"] != headline:
-        progress.best, progress.best_epoch = None, None
+        progress.best, progress.best_epoch = [], None
     if early_stopping_metric(content) != (config.METRIC or headline):
         progress.watched_best, progress.num_stale = -math.inf, 0
     return progress
@@ -254,13 +256,16 @@ def is_finished(progress: TrainingProgress, train: TrainConfig, result: Path, wo
         progress: of the run's checkpoint.
         train: the TRAIN node.
         result: the file with the run's result. Where a killed run has not written it, there is still work.
-        world: the processes.
+        world: the ranks.
     """
     stalled = progress.early_stop_reason(train.EARLY_STOPPING)
-    if (progress.epoch < train.EPOCHS and not stalled) or not world.on_main(result.is_file):
+    key, done, planned = "TRAIN.EPOCHS", progress.epoch, train.EPOCHS
+    if train.MAX_STEPS is not None:
+        key, done, planned = "TRAIN.MAX_STEPS", progress.step, train.MAX_STEPS
+    if (done < planned and not stalled) or not world.on_main(result.is_file):
         return False
-    reason, key = f"{progress.epoch} epochs are done (TRAIN.EPOCHS {train.EPOCHS})", "TRAIN.EPOCHS"
-    if progress.epoch < train.EPOCHS:
+    reason = f"{done} {'steps' if train.MAX_STEPS else 'epochs'} are done ({key} {planned})"
+    if done < planned:
         key = "TRAIN.EARLY_STOPPING.PATIENCE"
         reason = f"{stalled} ({key} {train.EARLY_STOPPING.PATIENCE})"
     logger.info(
@@ -277,7 +282,7 @@ def restore_generators(content: Mapping[str, Any], world: World, seed: int) -> N
 
     Args:
         content: of a checkpoint.
-        world: the processes.
+        world: the ranks.
         seed: seed of the run.
     """
     states = content["rng"]

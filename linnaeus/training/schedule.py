@@ -128,7 +128,7 @@ class Schedule:
         self._plateau: ReduceLROnPlateau | None = None
         if (
             config.NAME == "plateau"
-        ):  # the optimizer that it sees has the fraction of the peak as its rate
+        ):  # the optimizer that it sees has the fraction of the peak as its learning rate
             self._plateau = ReduceLROnPlateau(
                 torch.optim.SGD([torch.zeros(())], lr=1.0),
                 "max" if larger_is_better(metric) else "min",
@@ -162,7 +162,7 @@ class Schedule:
                 group["lr"] = lr
 
     def validated(self, value: float) -> None:
-        """Let `plateau` see the metric of a validation; `apply` then sets the rate."""
+        """Let `plateau` see the metric of a validation; `apply` then sets the learning rate."""
         if self._plateau is not None:
             self._plateau.step(value)
 
@@ -174,7 +174,7 @@ class Schedule:
         return {name: state[name] for name in _PLATEAU_STATE}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, same_metric: bool = True) -> None:
-        """Go on from what `state_dict` gave; of another metric, with the learning rate alone."""
+        """Restore a `state_dict`; of another metric, the learning rate alone."""
         if self._plateau is not None and state is not None:
             self._plateau.load_state_dict(dict(state) if same_metric else {})
             self._plateau.optimizer.param_groups[0]["lr"] = state["_last_lr"][0]

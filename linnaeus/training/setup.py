@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from linnaeus.models.preprocessing import with_preprocessing
 from linnaeus.runtime.console import ProgressBar
 from linnaeus.runtime.context import RunContext
 from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import CHECKPOINTS, RESULT
 from linnaeus.runtime.rng import derive_seed, seed_all
 from linnaeus.runtime.run_folder import RunFolder
@@ -34,7 +36,7 @@ from linnaeus.training.ddp import wrap
 from linnaeus.training.optim import scale_values
 from linnaeus.training.out_of_memory import SizeOrigin
 from linnaeus.training.recording import RunRecording
-from linnaeus.training.report import report_start
+from linnaeus.training.report import report_start, uneven_classes
 from linnaeus.training.resume import (
     check_classes,
     find_checkpoint,
@@ -62,7 +64,9 @@ def check_start(config: Config, world: World) -> dict[str, Any]:
     world.check_equal(configuration_facts(dataclasses.asdict(config)))
     check_before_data(config.MODEL, config.OPTIMIZER, config.TRAIN, config.DIST, world)
     world.on_main(partial(check_loggers, config.EXPERIMENT.LOGGERS))
-    mixed_epochs(config.DATA.AUGMENT, config.TRAIN.EPOCHS)  # an error must show before the search
+    mixed_epochs(
+        config.DATA.AUGMENT, config.TRAIN.most_epochs
+    )  # an error must show before the search
     return build_callbacks(config.TRAIN.CALLBACKS)
 
 
@@ -73,6 +77,7 @@ def checkpoints_of(config: Config, folder: RunFolder, world: World) -> Checkpoin
     return CheckpointFolder(
         folder.path / CHECKPOINTS,
         keep=config.TRAIN.KEEP_CHECKPOINTS,
+        keep_best=config.TRAIN.KEEP_BEST > 0,
         check=folder.check,
         is_sharded=shards_model(config.DIST, world),
         # On the CPU the copy would take memory that AutoBatch counts.
@@ -123,6 +128,32 @@ class Setup:
     loading: DataConfig
 
 
+def with_overfit_limit(config: Config, world: World) -> DataConfig:
+    """Return the DATA node, limited to the samples of TRAIN.OVERFIT_BATCHES.
+
+    Raises:
+        ConfigError: another key decides which samples train, or how many a batch has.
+    """
+    train, data = config.TRAIN, config.DATA
+    if train.OVERFIT_BATCHES is None:
+        return data
+    others = {
+        "DATA.LIMIT_TRAIN_SAMPLES": data.LIMIT_TRAIN_SAMPLES is not None,
+        "DATA.LIMIT_VAL_SAMPLES": data.LIMIT_VAL_SAMPLES is not None,
+        "DATA.SAMPLER balanced": data.SAMPLER == "balanced",
+        "DATA.AUTOBATCH.ENABLED": data.AUTOBATCH.ENABLED,
+        "TRAIN.BATCH_SCHEDULE": train.BATCH_SCHEDULE.NAME != "constant",
+    }
+    if wrong := [key for key, is_set in others.items() if is_set]:
+        raise ConfigError(
+            f"TRAIN.OVERFIT_BATCHES: {train.OVERFIT_BATCHES} does not go with {', '.join(wrong)}; leave "
+            "one out"
+        )
+    batch = data.BATCH_SIZE * world.world_size * train.ACCUMULATION_STEPS
+    num_samples = train.OVERFIT_BATCHES * (train.EFFECTIVE_BATCH_SIZE or batch)
+    return dataclasses.replace(data, LIMIT_TRAIN_SAMPLES=num_samples)
+
+
 def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> Setup:
     """Build data and model, restore the checkpoint, and log what the run starts with. Collective."""
     data_node, note = with_preprocessing(
@@ -132,7 +163,11 @@ def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> 
     train, seed, folder = config.TRAIN, config.EXPERIMENT.SEED, config.EXPERIMENT.folder
     seed_all(seed)
     world.update("building data and model")
-    data = build_data(config.DATA, seed=seed, on_main=world.on_main)
+    data = build_data(with_overfit_limit(config, world), seed=seed, on_main=world.on_main)
+    if train.OVERFIT_BATCHES is not None:
+        transform = data.val.transform  # type: ignore[attr-defined]
+        data.val = copy.copy(data.train)
+        data.val.transform = transform  # type: ignore[attr-defined]
     if checkpoint is not None:
         check_classes(checkpoint.entries["model_spec"], data.taxonomy, folder)
     assembly = assemble(
@@ -154,7 +189,15 @@ def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> 
     if world.is_main:
         preprocessing = None if data.preprocessing is None else note
         sharding = sharding_sentence(assembly.model, config.DIST, world)
-        sentences = (weights, preprocessing, assembly.freezing.sentence, sharding)
+        uneven = uneven_classes(data, assembly.headline) if train.BEST_METRIC is None else None
+        sentences = (
+            weights,
+            assembly.teacher,
+            preprocessing,
+            assembly.freezing.sentence,
+            sharding,
+            uneven,
+        )
         report_start(config, (*data.report, *sentences))
     loading = with_num_workers(config.DATA, data, world)
     return Setup(config, data, assembly, progress, loading)
@@ -189,7 +232,7 @@ def build_trainer(
                 sizes=plan.micro_batches,
                 batch_size_val=config.DATA.BATCH_SIZE_VAL,
                 seed=seed,
-                mixed_epochs=mixed_epochs(config.DATA.AUGMENT, train.EPOCHS),
+                mixed_epochs=mixed_epochs(config.DATA.AUGMENT, plan.num_epochs),
             )
         ),
         schedule=Schedule(

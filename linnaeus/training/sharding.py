@@ -1,10 +1,10 @@
-"""Sharded training: FSDP2 (`fully_shard`) over the processes of a run, as `DIST.SHARDING` says."""
+"""Sharded training: FSDP2 (`fully_shard`) over the ranks of a run, as `DIST.SHARDING` says."""
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -16,13 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from linnaeus.config.schema import DistConfig, TrainConfig
-from linnaeus.models.file_backed import FileBacked
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import ConfigError
 
 
 def shards_model(config: DistConfig, world: World) -> bool:
-    """Whether this run shards its model: a single process has nobody to share it with."""
+    """Whether this run shards its model: a single rank has nobody to share it with."""
     return config.SHARDING != "none" and world.is_distributed
 
 
@@ -40,7 +39,7 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
         "TRAIN.NOISE_SCALE.ENABLED True": (train.NOISE_SCALE.ENABLED, "False"),
         f"TRAIN.UNFREEZE_EPOCH {train.UNFREEZE_EPOCH}": (train.UNFREEZE_EPOCH is not None, "null"),
         "TRAIN.ON_OUT_OF_MEMORY split": (train.ON_OUT_OF_MEMORY == "split", "raise"),
-        f"{world.local_world_size} processes on some nodes only": (
+        f"{world.local_world_size} ranks on some nodes only": (
             config.SHARDING == "hybrid" and world.world_size % world.local_world_size > 0,
             "full",
         ),
@@ -57,7 +56,7 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
 def sharding_sentence(model: nn.Module, config: DistConfig, world: World) -> str | None:
     """What is sharded, for people; None where nothing is to be."""
     if not shards_model(config, world):
-        alone = f"DIST.SHARDING {config.SHARDING} has no effect: there is a single process"
+        alone = f"DIST.SHARDING {config.SHARDING} has no effect: there is a single rank"
         return alone if config.SHARDING != "none" else None
     parameters: list[Any] = list(model.parameters())
     num_modules = sum(isinstance(module, FSDPModule) for module in model.modules())
@@ -65,13 +64,13 @@ def sharding_sentence(model: nn.Module, config: DistConfig, world: World) -> str
         sum(p.numel() for p in each) for each in ([p.to_local() for p in parameters], parameters)
     )
     return (
-        f"sharded ({config.SHARDING}): {own:,} of {total:,} values on this process, gathered in "
+        f"sharded ({config.SHARDING}): {own:,} of {total:,} values on this rank, gathered in "
         f"{num_modules} parts"
     )
 
 
 def make_mesh(config: DistConfig, world: World) -> DeviceMesh:
-    """The processes as FSDP2 sees them: all share one copy, or with `hybrid` those of each node do."""
+    """The ranks as FSDP2 sees them: all share one copy, or with `hybrid` those of each node do."""
     kind = (
         "cpu" if world.device.type == "meta" else world.device.type
     )  # on `meta` there are no groups
@@ -131,15 +130,14 @@ def _matches(pattern: str, name: str, module: nn.Module) -> bool:
 
 
 def shard(
-    model: nn.Module, values: FileBacked, config: DistConfig, world: World, *, with_average: bool
+    model: nn.Module, config: DistConfig, world: World, *, with_average: bool
 ) -> nn.Module | None:
-    """Shard a model in place, each process keeping its part of every parameter on its device.
+    """Shard a model in place, each rank keeping its part of every parameter on its device.
 
     Args:
-        model: on the CPU, the same on every rank, made inside of `values`.
-        values: computes the values of parameters, one at a time.
+        model: on the CPU, the same on every rank.
         config: the DIST node.
-        world: several processes.
+        world: several ranks.
         with_average: whether to make a second model with the same values, for EMA.
 
     Returns:
@@ -159,16 +157,13 @@ def shard(
         )
     sources = dict(model.named_parameters(remove_duplicate=False))
     _to_meta(model)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer if buffer is None else values.copy_of(buffer)
     average = deepcopy(model) if with_average else None
     mesh = make_mesh(config, world)
     for each in filter(None, (model, average)):
         _fully_shard(each, config, mesh)
         if world.device.type != "meta":
             device = torch.device("cpu") if config.CPU_OFFLOAD else world.device
-            _fill(each, lambda name: values.copy_of(sources[name]), device)
+            _fill(each, sources, device)
     return average
 
 
@@ -225,18 +220,18 @@ def _to_meta(model: nn.Module) -> None:
                 module._parameters[name] = replaced[parameter]
 
 
-def _fill(model: nn.Module, value_of: Callable[[str], Tensor], device: torch.device) -> None:
-    """Give the parameters of a sharded model memory and their values by name: the part of this process."""
+def _fill(model: nn.Module, values: Mapping[str, Tensor], device: torch.device) -> None:
+    """Give the parameters of a sharded model memory and their values by name: the part of this rank."""
     model._apply(
         lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
     )
     for name, parameter in model.named_parameters():
-        fill_part(parameter, value_of(name))
+        fill_part(parameter, values[name])
 
 
 @torch.no_grad()
 def fill_part(tensor: Any, value: Tensor) -> None:
-    """Copy this process' part of `value` into a sharded tensor."""
+    """Copy this rank's part of `value` into a sharded tensor."""
     mesh = tensor.device_mesh
     parts, place = value.chunk(mesh.size(mesh.ndim - 1)), mesh.get_local_rank("shard")
     if place < len(parts):

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.data.batch import Batch, batch_size
 from linnaeus.training.callbacks import CallbackState, MicroBatch, call_back
+from linnaeus.training.distill import Distillation
 from linnaeus.training.losses import trainable_parameters
 from linnaeus.training.precision import Precision
 
@@ -38,8 +39,11 @@ class TrainStep:
         criterion: its own parameters train too; the step averages their gradients over the ranks.
         scaler: scales the loss for float16; disabled for other formats.
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
+        distillation: adds a teacher's soft targets to the loss; None without.
         callbacks: called at the moments of the step, by key.
         state: their argument; the trainer sets it before each step.
+        measures_norm: whether to measure the norm of the gradient where it is not clipped.
+        grad_norm: norm of the whole gradient of the last step, before clipping; None where not measured.
         averages_gradients: whether the last backward pass averages the gradients over the ranks; a callback
             that does so itself sets it to False in `on_step_start`.
         is_updating: whether parameters, optimizer, loss scale or average are changing. After a step that
@@ -52,8 +56,11 @@ class TrainStep:
     scaler: torch.amp.GradScaler
     precision: Precision
     clip_grad_norm: float | None = None
+    distillation: Distillation | None = None
     callbacks: dict[str, Any] = field(default_factory=dict)
     state: CallbackState | None = None
+    measures_norm: bool = field(default=False, init=False)
+    grad_norm: Tensor | None = field(default=None, init=False)
     averages_gradients: bool = field(default=True, init=False)
     is_updating: bool = field(default=False, init=False)
 
@@ -74,9 +81,8 @@ class TrainStep:
             The mean loss over the micro-batches: a detached scalar on the device, not synchronised.
         """
         batches = iter(micro_batches)
-        state = self.state or CallbackState(self.model, self.optimizer)
-        call_back(self.callbacks, "on_step_start", state)
-        total = torch.zeros((), device=self.precision.device)
+        self._call_back("on_step_start")
+        total: Tensor | None = None
         for number in range(1, num_micro_batches + 1):
             is_last = number == num_micro_batches
             with nullcontext() if is_last and self.averages_gradients else self._no_sync():
@@ -85,34 +91,47 @@ class TrainStep:
                 divisor = num_micro_batches if num_samples is None else num_samples / size
                 inputs, targets = self.precision.place(batch)
                 with self.precision.autocast():
-                    loss = self.criterion(self.model(inputs), targets)
+                    outputs = self.model(inputs)
+                    loss = self.criterion(outputs, targets)
+                    if self.distillation is not None:
+                        loss = self.distillation(loss, outputs, inputs)
+                    del outputs
                 if divisor != 1:
                     loss = loss / divisor
                 self.scaler.scale(loss).backward()
-                if self.callbacks:
-                    micro_batch = MicroBatch(number, num_micro_batches, size, divisor)
-                    call_back(
-                        self.callbacks, "on_backward", replace(state, micro_batch=micro_batch)
-                    )
-                total += loss.detach()
+                self._call_back("on_backward", MicroBatch(number, num_micro_batches, size, divisor))
+                part = loss.detach().float()
+                total = part if total is None else total + part
                 del batch, inputs, targets, loss  # freed before the next batch is made
-        self._update(state)
+        self._update()
+        assert total is not None
         return total
 
-    def _update(self, state: CallbackState) -> None:
+    def _call_back(self, moment: str, micro_batch: MicroBatch | None = None) -> None:
+        if self.callbacks:
+            state = self.state or CallbackState(self.model, self.optimizer)
+            call_back(self.callbacks, moment, replace(state, micro_batch=micro_batch))
+
+    def _update(self) -> None:
         of_loss = trainable_parameters(self.criterion)
         if isinstance(self.model, DistributedDataParallel):
             _average_gradients(of_loss, self.model.process_group)
         if self.clip_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_([*self.model.parameters(), *of_loss], self.clip_grad_norm)
+            parameters = [*self.model.parameters(), *of_loss]
+            self.grad_norm = nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
+        elif self.measures_norm:
+            self.scaler.unscale_(self.optimizer)
+            parameters = [*self.model.parameters(), *of_loss]
+            gradients = [each.grad for each in parameters if each.grad is not None]
+            self.grad_norm = nn.utils.get_total_norm(gradients)
         self.is_updating = True
         scale = self._scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self._scale() >= scale:
-            call_back(self.callbacks, "on_update", state)
+            self._call_back("on_update")
         self.is_updating = False
 
     def _scale(self) -> float:

@@ -1,4 +1,4 @@
-"""Ranks stop, and save, after the same optimizer step: otherwise some would wait for others for ever."""
+"""Ranks stop after the same optimizer step: otherwise some would wait for others for ever."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MOST_STEPS = 16
 
 
 class StopAgreement:
-    """What all ranks have agreed on: whether to stop, and whether to save a checkpoint.
+    """The ranks' agreement on whether to stop.
 
     The exchange is one small sum on the host. How many steps later the next one comes follows from the
     seconds per step of the slowest rank, which the exchange carries too, so that all ranks know it.
 
     Args:
-        world: the processes.
+        world: the ranks.
         request: whether this process was asked to stop.
 
     Attributes:
@@ -47,31 +47,21 @@ class StopAgreement:
         """Whether this rank was asked to stop; others may not know yet."""
         return bool(self._request.stop_signal)
 
-    def after_step(self, *, save: bool = False) -> bool:
-        """Exchange, if it is time to; every rank must call this after every optimizer step.
-
-        Args:
-            save: whether it is time for a checkpoint, as rank 0 sees it.
-
-        Returns:
-            Whether all ranks save now.
-        """
+    def after_step(self) -> None:
+        """Exchange, if it is time to; every rank must call this after every optimizer step."""
         if not self._world.is_distributed:
             self.stop_signal = self._request.stop_signal
-            return save
+            return
         self._num_steps += 1
-        if self._num_steps < self._next_exchange:
-            return False
-        return self.exchange(save=save)
+        if self._num_steps >= self._next_exchange:
+            self.exchange()
 
-    def exchange(self, *, save: bool = False) -> bool:
-        """Exchange now; as for `after_step`."""
+    def exchange(self) -> None:
+        """Exchange now. Collective."""
         now = time.monotonic()
         step_s = (now - self._last_exchange) / max(self._num_steps, 1)
-        save = save and self._world.is_main
-        values = torch.tensor([self._request.stop_signal, save, step_s], dtype=torch.float64)
-        stop_signal, agreed_save, slowest_s = self._world.reduce(values, "MAX").tolist()
+        values = torch.tensor([self._request.stop_signal, step_s], dtype=torch.float64)
+        stop_signal, slowest_s = self._world.reduce(values, "MAX").tolist()
         self.stop_signal = int(stop_signal)
         self._num_steps, self._last_exchange = 0, now
         self._next_exchange = min(max(int(CHECK_S / max(slowest_s, 1e-6)), 1), MOST_STEPS)
-        return bool(agreed_save)

@@ -23,7 +23,7 @@ logger = logging.getLogger("linnaeus.training.tracking")
 
 
 class Tracker:
-    """Hands a run's figures on to loggers, by name, beside the run's own files; one that fails is left out.
+    """Hands a run's metrics on to loggers, by name, beside the run's own files; one that fails is left out.
 
     The end of its context closes the run, after an exception with exit code 1. What a logger does not
     override does nothing.
@@ -43,7 +43,7 @@ class Tracker:
         self._each(lambda logger: logger.table(name, columns, rows))
 
     def summarise(self, values: Mapping[str, Any]) -> None:
-        """The run's final figures."""
+        """The run's final metrics."""
         self._each(lambda logger: logger.summarise(values))
 
     def finish(self, exit_code: int) -> None:
@@ -131,7 +131,7 @@ class _TensorBoardTracker(Tracker):
 
 
 class _MlflowTracker(Tracker):
-    """The active run of MLflow; that of an earlier process is found by its tag.
+    """The active run of MLflow; a tag finds the run of an earlier process.
 
     MLflow takes no metric back: where steps are repeated, it has their values twice.
     """
@@ -184,7 +184,7 @@ def start_tracking(
 
     Args:
         node: the node EXPERIMENT.
-        run_id: of the run; that of an earlier process continues its W&B run or MLflow run.
+        run_id: of the run; the same id continues the W&B run or MLflow run of an earlier process.
         folder: of the run.
         config: the resolved configuration.
         num_steps: optimizer steps done so far.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from linnaeus.autobatch.memory.device import failed_allocations
 from linnaeus.autobatch.memory.interface import empty_cache
@@ -30,6 +31,7 @@ from linnaeus.metrics import score
 from linnaeus.runtime.console import ProgressBar
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import CheckpointError, ConfigError, LinnaeusError, first_line
+from linnaeus.runtime.files import LOGS
 from linnaeus.training.accuracy import LossMeter
 from linnaeus.training.build import Assembly
 from linnaeus.training.callbacks import (
@@ -54,6 +56,7 @@ from linnaeus.training.schedule import Schedule
 from linnaeus.training.sharding import reshard
 from linnaeus.training.step import ValidationStep
 from linnaeus.training.stop import StopAgreement
+from linnaeus.training.watch import Speed, TimedBatches, loader_advice, peak_memory_gib
 
 logger = logging.getLogger("linnaeus.trainer")
 
@@ -135,15 +138,21 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._num_images = 0
+        self._line_speed, self._epoch_speed = Speed(), Speed()
+        self._advises_loader = True
         self._seconds = 0.0
-        self._clock = self._saved_at = time.monotonic()
+        self._clock = time.monotonic()
         self._saved_step = 0
         self._micro_batch_limit: int | None = (
             None  # of this process; that of an earlier one is in the plan
         )
         self._memory = failed_allocations(self.world.device)
         self._out_of_memory = OutOfMemoryReport(
-            self.config, self.assembly, self.world, self.size_origins
+            self.config,
+            self.assembly,
+            self.world,
+            self.size_origins,
+            self.checkpoints.folder.parent / LOGS,
         )
         self._meter = LossMeter(self.world, self.assembly.scaler)
         broadcast_tensors(self.assembly.criterion, self.world)
@@ -176,7 +185,7 @@ class Trainer:
         before, now = entries["config"], self.checkpoint_extras["config"]
         if all(before.get(name) == now.get(name) for name in ("OPTIMIZER", "SCHEDULE")):
             watched = self.config.EARLY_STOPPING.METRIC or headline
-            self.schedule.load_state_dict(  # a new rate is not one that has dropped
+            self.schedule.load_state_dict(  # a new learning rate has not dropped yet
                 entries["schedule"], same_metric=early_stopping_metric(entries) == watched
             )
         states = entries["callbacks"]
@@ -190,12 +199,13 @@ class Trainer:
         self._set_lr()
         epoch = self.progress.epoch + 1
         place = f"in epoch {epoch}"
-        if epoch > self.plan.num_epochs:
-            place = f"after epoch {epoch - 1}: raise TRAIN.EPOCHS to train on"
+        if self._is_trained:
+            key = "EPOCHS" if self.plan.max_steps is None else "MAX_STEPS"
+            place = f"after epoch {self.progress.current_epoch}: raise TRAIN.{key} to train on"
         logger.info("resumed after %d optimizer steps, %s", self.progress.step, place)
         if changes := self.plan.differences(entries["plan"]):
             logger.warning(
-                "warning: the checkpoint was written with another batch plan (%s); training goes on with "
+                "warning: the checkpoint was written with another batch plan (%s); training resumes with "
                 "this plan and its learning rate, at the same place in the schedule",
                 ", ".join(changes),
             )
@@ -224,11 +234,10 @@ class Trainer:
                     if not self.stop.stop_signal:
                         self._end_epoch()
                 self.recording.open()
-                lacks_validation = not self.progress.metrics or self.progress.samples > 0
                 if self.stop.stop_signal:
                     self._save()
-                elif lacks_validation and self._validate():
-                    self._save(is_best=True)  # resumed with fewer epochs, before a validation
+                elif self.progress.validated != self.progress.step:
+                    self._end_epoch()  # resumed at the end, before its validation
             self.checkpoints.wait()
             test = None if self.stop.stop_signal else self._test()
         return FitResult(
@@ -240,7 +249,7 @@ class Trainer:
             headline=self.assembly.headline,
             num_steps=self.progress.step,
             best_epoch=self.progress.best_epoch,
-            stopped_early=self._stop_reason if self.progress.epoch < self.plan.num_epochs else "",
+            stopped_early="" if self._is_trained else self._stop_reason,
             best_metrics=self.progress.best_metrics,
             test=test,
         )
@@ -329,8 +338,12 @@ class Trainer:
         return self.progress.early_stop_reason(self.config.EARLY_STOPPING)
 
     @property
+    def _is_trained(self) -> bool:
+        return self.plan.is_over(self.progress.epoch, self.progress.samples)
+
+    @property
     def _is_over(self) -> bool:
-        return self.progress.epoch >= self.plan.num_epochs or bool(self._stop_reason)
+        return self._is_trained or bool(self._stop_reason)
 
     @property
     def _noise_scale(self) -> float | None:
@@ -341,13 +354,15 @@ class Trainer:
         return self.config.ON_OUT_OF_MEMORY == "split"
 
     def train_epoch(self) -> None:
-        """Train on the rest of the current epoch, or on less of it when the user asks to stop."""
+        """Train until the next validation or the end of the epoch, or less when the user asks to stop."""
         batches, stages = self._start_epoch()
         while stages:
             stage, lr, loss = stages.pop(), self.schedule.lr, None
             sizes, epoch = stage.micro_batches, self.progress.epoch + 1
             if self.train_step.callbacks:
                 self.train_step.state = self._callback_state(epoch)
+            is_logged = (self.progress.step + 1) % self.config.LOG_EVERY == 0 or not stages
+            self.train_step.measures_norm = is_logged
             try:
                 num_samples = sum(sizes) if len(set(sizes)) > 1 else None
                 loss = self.train_step(batches, len(sizes), num_samples)
@@ -358,11 +373,14 @@ class Trainer:
                 batches, stages = self._rest_of_epoch()
                 continue
             self._count_step(stage, loss)
-            if self.progress.step % self.config.LOG_EVERY == 0 or not stages:
+            if is_logged:
                 self._log_training(lr, stage)
             if self.callbacks:
                 call_back(self.callbacks, "on_step_end", self._callback_state(epoch, loss))
-            if self._agree_after_step():
+            self.stop.after_step()
+            every_steps = self.config.CHECKPOINT_EVERY_STEPS
+            is_due = every_steps is not None and self.progress.step % every_steps == 0
+            if is_due and not self.stop.stop_signal:  # a run that stops saves anyway
                 self._meter.mean()  # weights after a loss that is not finite must replace no good checkpoint
                 self._count_seconds()
                 self._save()
@@ -378,6 +396,7 @@ class Trainer:
         Raises:
             LinnaeusError: as `fit`.
         """
+        self._out_of_memory.logs = None
         with self._errors_explained(), self.progress_bar:
             batches, stages = self._start_epoch()
             self.train_step.state = self._callback_state(self.progress.epoch + 1)
@@ -414,13 +433,22 @@ class Trainer:
         return batches, stages
 
     def _rest_of_epoch(self) -> tuple[Iterator[Batch], list[Stage]]:
-        """Return the remaining batches, and the sizes of each remaining optimizer step, the next one last."""
+        """Return the remaining batches, and the sizes of each optimizer step left, the next one last.
+
+        There is none beyond the next validation.
+        """
         epoch, samples_done = self.progress.epoch, self.progress.samples
         self.loaders.train.set_epoch(epoch, skip=samples_done)
-        stages = self.plan.rest_of_epoch(epoch, samples_done)
-        return iter(self.loaders.train), [
-            stage for stage in reversed(stages) for _ in range(stage.num_steps)
-        ]
+        rest, most = self.plan.rest_of_epoch(epoch, samples_done), None
+        if every := self.config.VALIDATE_EVERY_STEPS:
+            most = 0 if self._is_validation_due else every - self.progress.step % every
+        steps = (stage for stage in rest for _ in range(stage.num_steps))
+        batches = TimedBatches(iter(self.loaders.train), self._add_wait)
+        return batches, [*islice(steps, most)][::-1]
+
+    def _add_wait(self, seconds: float) -> None:
+        self._line_speed.add_wait(seconds)
+        self._epoch_speed.add_wait(seconds)
 
     def _count_step(self, stage: Stage, loss: torch.Tensor) -> None:
         """Count a completed step. The first one opens the run's files."""
@@ -449,10 +477,10 @@ class Trainer:
     def _handle_step_error(self, error: Exception, stage: Stage) -> None:
         """After a step ran out of memory, go back to the last completed one and halve the micro-batches.
 
-        A single process goes on. Several end with a checkpoint: the others wait for this one's gradients.
+        A single rank continues. Several end with a checkpoint: the others wait for this one's gradients.
 
         Raises:
-            OutOfMemoryError: from `error`; this process does not take the step again.
+            OutOfMemoryError: from `error`; this rank does not take the step again.
             ConfigError: a micro-batch has one sample, and BatchNorm needs more.
             Exception: `error`, if it is anything else.
         """
@@ -470,7 +498,7 @@ class Trainer:
         text = (
             f"out of memory in optimizer step {self.progress.step + 1}, with micro-batches of "
             f"{stage.micro_batch_size} (x {stage.accumulation_steps} accumulation x {stage.world_size} "
-            f"processes): {first_line(error)}"
+            f"ranks): {first_line(error)}"
         )
         problem = self._out_of_memory.of_step(
             text,
@@ -504,14 +532,6 @@ class Trainer:
         self.progress.seconds += now - self._clock
         self._clock = now
 
-    def _agree_after_step(self) -> bool:
-        """Let the ranks agree on stopping, and on whether to save a checkpoint now, which is returned."""
-        minutes = self.config.CHECKPOINT_EVERY_MINUTES or math.inf
-        by_clock = self.stop.after_step(save=time.monotonic() - self._saved_at >= 60 * minutes)
-        every_steps = self.config.CHECKPOINT_EVERY_STEPS
-        by_steps = every_steps is not None and self.progress.step % every_steps == 0
-        return (by_clock or by_steps) and not self.stop.stop_signal  # a run that stops saves anyway
-
     def _log_training(self, lr: float, stage: Stage) -> None:
         values = {"loss": self._meter.drain(), "lr": lr}
         if self.plan.changes:
@@ -519,9 +539,21 @@ class Trainer:
         if self._noise_scale is not None:
             values["noise_scale"] = self._noise_scale
         self.progress_bar.describe(values)
+        if (norm := self.train_step.grad_norm) is not None:
+            values["grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        values |= self._line_speed.read(self._seconds, self._num_images)
+        values["peak_memory_gib"] = peak_memory_gib(self.world.device)
         self._write("train", self.progress.epoch + 1, values)
 
-    def _write(self, split: str, epoch: int, values: dict[str, float]) -> None:
+    def _advise_on_loader(self) -> None:
+        """Say once that an epoch has waited for data for much of its time."""
+        speed = self._epoch_speed.read(self._seconds, self._num_images)
+        advice = loader_advice(speed, self.loaders.train.num_workers)
+        if advice is not None and self._advises_loader:
+            self._advises_loader = False
+            logger.info("%s", advice)
+
+    def _write(self, split: str, epoch: float, values: dict[str, float]) -> None:
         self.recording.write(split, values, epoch=epoch, step=self.progress.step)
 
     def _callback_state(self, epoch: int, loss: torch.Tensor | None = None) -> CallbackState:
@@ -537,37 +569,68 @@ class Trainer:
         )
 
     def _end_epoch(self) -> None:
-        """Validate and save if it is time to; always after the last epoch.
+        """Validate and save if it is time to; always after the last step. The epoch need not be at its end.
 
         If the validation is broken off, or an error ends it, the epoch does not count as finished: a resumed
-        run has no step left in it, and validates.
+        run validates before its next step.
         """
         self.recording.open()
         before, schedule = replace(self.progress), self.schedule.state_dict()
-        self.progress.epoch, self.progress.samples = before.epoch + 1, 0
-        self._set_lr()
-        epoch, is_complete = self.progress.epoch, False
+        is_end, is_complete = self._is_end_of_epoch, False
+        if is_end:
+            self._advise_on_loader()
+        if is_end and not self._is_trained:  # a run with more steps continues within the last epoch
+            self.progress.epoch, self.progress.samples = before.epoch + 1, 0
+            self._set_lr()
+        epoch = self.progress.current_epoch
         try:
-            is_best = self._validates_after(epoch) and self._validate()
+            if self._is_validation_due:
+                self._validate()
             if not self.stop.stop_signal:
-                call_back(self.callbacks, "on_epoch_end", self._callback_state(epoch))
+                if is_end:
+                    call_back(self.callbacks, "on_epoch_end", self._callback_state(epoch))
                 is_complete = True
         finally:
             if not is_complete:
                 self.progress = before
                 self.schedule.load_state_dict(schedule)
-        if is_complete and (self._is_over or is_best or epoch % self.config.CHECKPOINT_EVERY == 0):
-            self._save(is_best=is_best)
+        is_due = is_end and epoch % self.config.CHECKPOINT_EVERY == 0
+        if is_complete and (self._is_over or self._is_ranked or is_due):
+            self._save()
 
-    def _validates_after(self, epoch: int) -> bool:
-        return epoch == self.plan.num_epochs or epoch % self.config.VALIDATE_EVERY == 0
+    @property
+    def _is_end_of_epoch(self) -> bool:
+        epoch, samples = self.progress.epoch, self.progress.samples
+        is_over = epoch >= self.plan.num_epochs or not samples
+        return is_over or not self.plan.rest_of_epoch(epoch, samples)
 
-    def _validate(self) -> bool:
-        """Validate and log; return whether this is the best result so far.
+    @property
+    def _is_validation_due(self) -> bool:
+        """Whether a validation comes before the next optimizer step."""
+        progress, every_steps = self.progress, self.config.VALIDATE_EVERY_STEPS
+        if progress.validated == progress.step:
+            return False
+        if self._is_end_of_epoch and progress.current_epoch >= self.plan.num_epochs:
+            return True
+        if every_steps is not None:
+            return progress.step % every_steps == 0
+        is_due = progress.current_epoch % self.config.VALIDATE_EVERY == 0
+        return is_due and self._is_end_of_epoch
+
+    @property
+    def _is_ranked(self) -> bool:
+        """Whether the last step's validation is among the best ones."""
+        return self.progress.step in self.progress.best_steps
+
+    def _validate(self) -> None:
+        """Validate and log.
 
         If any rank was asked to stop, all break the validation off, and `stop` says so.
         """
-        self.world.update(f"validating after epoch {self.progress.epoch}")
+        epoch = self.progress.current_epoch
+        is_whole = self.progress.samples == 0
+        moment = f"epoch {self.progress.epoch}" if is_whole else f"step {self.progress.step}"
+        self.world.update(f"validating after {moment}")
         self._distribute_batchnorm()
         # AutoBatch measured validation without training's cached blocks, and training without validation's.
         empty_cache(self.world.device)
@@ -577,34 +640,33 @@ class Trainer:
         except Exception as error:
             if not self._memory.refused(error):
                 raise
-            raise self._out_of_memory.of_validation(error, self.progress.epoch) from error
+            raise self._out_of_memory.of_validation(error, epoch) from error
         empty_cache(self.world.device)
         if values is None:
             self.stop.exchange()
-            return False
+            return
         seconds = time.perf_counter() - started
-        self.progress.metrics = values
-        self._write("val", self.progress.epoch, values)
-        is_best = self._update_best(values)
+        self.progress.metrics, self.progress.validated = values, self.progress.step
+        place: float = self.progress.epoch  # epochs trained, with a fraction within an epoch
+        if self.progress.samples:
+            place = round(place + self.progress.samples / self.plan.num_samples, 4)
+        self._write("val", place, values)
+        self._update_best(values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        epoch, note = self.progress.epoch, ", best so far" * is_best
+        is_best = self.progress.best_steps[:1] == [self.progress.step]
+        note = ", best so far" * is_best
         logger.info(
-            "validation after epoch %d/%d:  %s  (%.1f s%s)",
-            epoch,
+            "validation after epoch %g/%d:  %s  (%.1f s%s)",
+            place,
             self.plan.num_epochs,
             shown,
             seconds,
             note,
         )
         call_back(self.callbacks, "on_validation_end", self._callback_state(epoch))
-        return is_best
 
-    def _update_best(self, values: Mapping[str, float]) -> bool:
-        """Compare a validation with those before it, for checkpoint, early stopping and learning rate.
-
-        Returns:
-            Whether it is the best so far.
-        """
+    def _update_best(self, values: Mapping[str, float]) -> None:
+        """Compare a validation with earlier ones, for checkpoints, early stopping and learning rate."""
         progress, headline = self.progress, self.assembly.headline
         best, finite = progress.best_metrics, {k: v for k, v in values.items() if math.isfinite(v)}
         progress.best_metrics = best | {
@@ -615,11 +677,8 @@ class Trainer:
         progress.watch(score(metric, values[metric]), self.config.EARLY_STOPPING.MIN_DELTA)
         self.schedule.validated(values[metric])
         self._set_lr()
-        value = score(headline, values[headline])
-        if math.isnan(value) or (progress.best is not None and value <= progress.best):
-            return False
-        progress.best, progress.best_epoch = value, progress.epoch
-        return True
+        keep = max(self.config.KEEP_BEST, 1)
+        progress.rank(score(headline, values[headline]), values["loss"], keep)
 
     def _validation_metrics(
         self, batches: Collection[Batch] | BatchLoader
@@ -662,14 +721,12 @@ class Trainer:
     def _distribute_batchnorm(self) -> None:
         ema = self.assembly.ema
         average = None if ema is None else ema.module
-        distribute_batchnorm(self.assembly.model, average, self.world, self.config.DISTRIBUTE_BN)
+        distribute_batchnorm(self.assembly.model, average, self.world)
 
-    def _save(self, *, is_best: bool = False) -> None:
+    def _save(self) -> None:
         """Write a checkpoint on rank 0; every rank must call this."""
         self.world.update("saving a checkpoint")
-        samples = self.progress.samples
-        is_next = self._validates_after(self.progress.epoch + 1)
-        if samples and is_next and not self.plan.rest_of_epoch(self.progress.epoch, samples):
+        if self.progress.samples and self._is_validation_due:
             self._distribute_batchnorm()  # the next thing that a resumed run does is to validate
         shards = {}
         if isinstance(self.assembly.model, FSDPModule):
@@ -677,8 +734,9 @@ class Trainer:
             shards = self.checkpoints.save_shards(state, self.progress.step, self.world)
         states = self.world.gather_on_host(self._rank_state())
         if states is not None:
+            is_best = self.progress.best_steps[:1] == [self.progress.step]
             self.checkpoints.save(self._content(states) | shards, is_best=is_best)
-        self._saved_at, self._saved_step = time.monotonic(), self.progress.step
+        self._saved_step = self.progress.step
 
     def _save_for_next_attempt(self) -> None:
         self.checkpoints.save_for_next_attempt(self._content([self._rank_state()]))

@@ -30,6 +30,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from linnaeus import BudgetBatchSampler, find_budget
 from linnaeus.autobatch.ranks import exchange, group, heartbeat, single_rank
 from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
@@ -765,7 +766,34 @@ def two_groups_search_at_once(rank):
 
 # --- the processes ---
 
+
+def ranks_find_one_budget_and_share_the_batches_out(rank):
+    lengths = [3 + 7 * index % 50 for index in range(90)]
+    texts = [torch.ones(MIB // 64, length) for length in lengths]
+    limit_gb = limit_with_room_for(ROOM_MIB if rank == 0 else ROOM_MIB / 2)
+    layer = nn.Linear(1, 1)
+    found = find_budget(
+        lambda batch: batch * 2,
+        texts,
+        lambda samples: torch.cat(samples, 1),
+        cost=lengths,
+        state=[DistributedDataParallel(layer)],
+        target_memory_fraction=1.0,
+        memory_limit_gb=limit_gb,
+    )
+    sampler = BudgetBatchSampler(found.costs, found.budget)
+    shares = [None, None]
+    dist.all_gather_object(shares, (found.budget, list(sampler)))
+    assert shares[0][0] == shares[1][0] == found.budget
+    assert found.limited_by == "memory"
+    batches = [share for _, share in shares]
+    assert len(batches[0]) == len(batches[1]) == len(sampler)
+    taken = [index for share in batches for batch in share for index in batch]
+    assert sorted(taken) == list(range(90))
+
+
 OF_TWO = (
+    ranks_find_one_budget_and_share_the_batches_out,
     the_size_of_all_fits_on_each,
     an_error_of_one_rank_is_raised_there_and_told_to_the_others,
     a_rank_that_does_not_call_is_named,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnaeus.autobatch import auto_find_batch_size, longest
+from linnaeus.autobatch import BudgetBatchSampler, auto_find_batch_size, find_budget, longest
 from linnaeus.autobatch.finder import BatchSizeFinder, _warn_once
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.observer import SearchLimits, SearchLog, nothing_fits
@@ -74,6 +74,10 @@ def refuse():
     raise MemoryError("out of memory")
 
 
+def pad(samples):
+    return torch.zeros(len(samples), max(map(len, samples)))
+
+
 class Data(list[dict[str, Any]]):
     """Samples with columns, as `datasets` has them."""
 
@@ -130,6 +134,34 @@ def bad_arguments():
             {"length": [1, "long", 2]},
             {"dataset": []},
             {"dataset": [1], "length": "length"},
+        ],
+    )
+    texts = [torch.ones(each) for each in (3, 7)]
+    yield from of_calls(
+        find_budget,
+        {"step": step, "dataset": texts, "collate": torch.cat, "device": "cpu"},
+        [
+            {"cost": "tokens"},
+            {"cost": [1]},
+            {"cost": [3, 2.5]},
+            {"cost": [3, 0]},
+            {"cost": ["long", 1]},
+            {"max_samples": 0},
+            {"dataset": {"text": 1}},
+            {"dataset": []},
+        ],
+    )
+    yield "a collate function that pads", raised(find_budget, step, texts, pad, device="cpu")
+    yield from of_calls(
+        BudgetBatchSampler,
+        {"costs": [3, 7, 4, 4, 4], "budget": 7},
+        [
+            {"costs": [True, False]},
+            {"costs": [[1, 2]]},
+            {"budget": 0},
+            {"budget": 6},
+            {"num_replicas": 2, "rank": 2},
+            {"num_replicas": 6},
         ],
     )
     bounds = {"min_size": 9, "max_size": 15, "multiple_of": 8}
@@ -225,6 +257,9 @@ def test_messages(golden, caplog, monkeypatch):
     caplog.clear()
     shown(SearchLog("val"))
     messages["log of a search"] = "\n".join(caplog.messages)
+    caplog.clear()
+    shown(SearchLog("val", "tokens"))
+    messages["log of a search of tokens"] = "\n".join(caplog.messages)
     shown(SearchProgress("train", RankStatus(told.append), console))
     messages["rows on a terminal"] = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue())
     messages["status of a search"] = "\n".join(told)
@@ -236,6 +271,7 @@ def test_messages(golden, caplog, monkeypatch):
         "nothing fits within a limit": {"is_limited": True},
         "the trials ran out": {"limited_by": "max_trials", "trials": over},
         "the history of LBFGS": {"has_history": True},
+        "a budget of tokens": {"unit": "tokens"},
         "a validation": {"mode": "val"},
         "a validation that is full before the first sample": {"mode": "val", "held_bytes": 2 * GIB},
     }.items():

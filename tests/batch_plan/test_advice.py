@@ -32,7 +32,7 @@ RUNS = {
 _LOWER, _RAISE = r"\b(lower|smaller|reduce)\b", r"\b(raise|larger|increase)\b"
 
 
-def check_advice(lines: list[str]) -> None:
+def check_advice(lines):
     """No two lines advise, and none asks for both ways."""
     found = [line for line in lines if re.search(f"{_LOWER}|{_RAISE}", line)]
     assert len(found) <= 1, found
@@ -40,7 +40,7 @@ def check_advice(lines: list[str]) -> None:
 
 
 @pytest.mark.parametrize("title", RUNS)
-def test_runs_on_few_samples(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_on_few_samples(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     length, options, size, limited_by = RUNS[title]
     data = (f"DATA.DATASET.length={length}", "MODEL.norm=BatchNorm1d")
@@ -53,7 +53,7 @@ def test_runs_on_few_samples(title: str, tmp_path: Path, monkeypatch: pytest.Mon
     check_advice((folder / "logs/rank0.log").read_text().splitlines())
 
 
-def test_no_plan_advises_twice() -> None:
+def test_no_plan_advises_twice():
     for samples, size, world_size, norm, pretrained in itertools.product(
         (20, 100, 639, 10_000), (2, 15, 64), (1, 2), ("none", "local", "synchronised"), (0, 1)
     ):
@@ -71,7 +71,7 @@ def test_no_plan_advises_twice() -> None:
             check_advice([*plan_of(facts, **wishes).warnings])
 
 
-def test_a_larger_micro_batch_is_advised_where_it_leaves_the_steps() -> None:
+def test_a_larger_micro_batch_is_advised_where_it_leaves_the_steps():
     few = replace(FACTS, max_micro_batch_size=8, batchnorm="local", batch_size_key="THE.KEY")
     for facts, expected in (
         (replace(few, num_samples=160), True),
@@ -83,7 +83,7 @@ def test_a_larger_micro_batch_is_advised_where_it_leaves_the_steps() -> None:
         assert ("THE.KEY" in advice) == expected
 
 
-def test_the_bound_that_keeps_a_micro_batch_small_is_named() -> None:
+def test_the_bound_that_keeps_a_micro_batch_small_is_named():
     few = replace(FACTS, max_micro_batch_size=8, batchnorm="local", can_grow=False)
     for num_samples, expected in ((80, True), (89, True), (90, False), (1000, False)):
         (advice,) = plan_of(replace(few, num_samples=num_samples)).warnings
@@ -91,7 +91,7 @@ def test_the_bound_that_keeps_a_micro_batch_small_is_named() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_few_steps_are_told_where_a_smaller_batch_gives_them(world_size: int) -> None:
+def test_few_steps_are_told_where_a_smaller_batch_gives_them(world_size):
     few = replace(FACTS, world_size=world_size, batch_size_key="THE.KEY")
     for samples, size, is_told in ((20, 20, True), (20, 3, True), (20, 2, False), (19, 19, False)):
         facts = replace(few, num_samples=samples * world_size, max_micro_batch_size=size)

@@ -9,7 +9,7 @@ from linnaeus.batch_plan.effective_batch import Facts
 from linnaeus.batch_plan.summary import summary_lines
 from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, TrainConfig
 from tests.helpers.configs import FACTS, plan_of
-from tests.helpers.messages import Golden, error_of
+from tests.helpers.messages import error_of
 
 FOUR = replace(FACTS, world_size=4)
 NORM = replace(FACTS, max_micro_batch_size=128, batchnorm="local")
@@ -18,12 +18,12 @@ PRETRAINED = replace(FACTS, pretrained=True)
 SGD, LINEAR = OptimizerConfig(NAME="sgd"), OptimizerConfig(LR_SCALING="linear")
 
 
-def grow(**schedule: Any) -> dict[str, Any]:
-    return {"schedule": {"NAME": "linear", "FIRST": 16, "LAST": 64} | schedule}
+def grow(last=64, **schedule):
+    return {"schedule": {"NAME": "linear", "FIRST": 16} | schedule, "EFFECTIVE_BATCH_SIZE": last}
 
 
-def milestones(**schedule: Any) -> dict[str, Any]:
-    return grow(NAME="milestones", LAST=None, **schedule)
+def milestones(**schedule):
+    return grow(None, NAME="milestones", **schedule)
 
 
 ERRORS: dict[str, tuple[Facts, dict[str, Any]]] = {
@@ -41,18 +41,17 @@ ERRORS: dict[str, tuple[Facts, dict[str, Any]]] = {
         {"EFFECTIVE_BATCH_SIZE": 8},
     ),
     "effective batch above the samples": (FEW, {"EFFECTIVE_BATCH_SIZE": 1001}),
-    "last size above the samples": (FEW, grow(LAST=2000)),
+    "last size above the samples": (FEW, grow(2000)),
     "first size above the samples": (FEW, grow(FIRST=2000)),
-    "last size, not divisible": (FOUR, grow(LAST=66)),
-    "sizes below the processes": (FOUR, grow(FIRST=2, LAST=3)),
-    "last size with BatchNorm": (NORM, grow(LAST=131)),
+    "last size, not divisible": (FOUR, grow(66)),
+    "sizes below the processes": (FOUR, grow(3, FIRST=2)),
+    "last size with BatchNorm": (NORM, grow(131)),
     "no first size": (FACTS, grow(FIRST=None)),
-    "first size above what fits": (FACTS, grow(LAST=None, FIRST=65)),
+    "first size above what fits": (FACTS, grow(None, FIRST=65)),
     "a schedule longer than the run": (FACTS, grow(LENGTH=12)),
     "a schedule in a run of one epoch": (FACTS, grow() | {"EPOCHS": 1}),
     "no length in steps": (FACTS, grow(UNIT="steps")),
     "more steps than the run has": (FEW, grow(UNIT="steps", LENGTH=9999)),
-    "effective batch beside a schedule": (FACTS, grow() | {"EFFECTIVE_BATCH_SIZE": 32}),
     "no milestone": (FACTS, milestones()),
     "last size beside milestones": (FACTS, grow(NAME="milestones", MILESTONES=[[3, 32]])),
     "milestone after the run": (FACTS, milestones(MILESTONES=[[12, 32]])),
@@ -86,7 +85,7 @@ WARNINGS: dict[str, tuple[Facts, dict[str, Any]]] = {
 }
 
 
-def summary(facts: Facts, **wishes: Any) -> str:
+def summary(facts, **wishes):
     schedule = BatchScheduleConfig(**wishes.get("schedule", {}))
     train, optimizer = (
         TrainConfig(BATCH_SCHEDULE=schedule),
@@ -95,7 +94,7 @@ def summary(facts: Facts, **wishes: Any) -> str:
     return "\n".join(summary_lines(plan_of(facts, **wishes), train, optimizer))
 
 
-def test_messages(golden: Golden) -> None:
+def test_messages(golden):
     messages = {
         f"error: {title}": error_of(plan_of, facts, **wishes)
         for title, (facts, wishes) in ERRORS.items()

@@ -6,21 +6,19 @@ import math
 import re
 from dataclasses import replace
 from itertools import chain, pairwise
-from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from linnaeus.batch_plan.effective_batch import Facts, max_samples_per_rank
-from linnaeus.batch_plan.plan import BatchPlan
+from linnaeus.batch_plan.effective_batch import max_samples_per_rank
 from linnaeus.batch_plan.scaling import scale_factor
 from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, TrainConfig
 from linnaeus.runtime.errors import ConfigError
 from tests.helpers.configs import FACTS, plan_of
 
 
-def effective_sizes(plan: BatchPlan) -> list[int]:
+def effective_sizes(plan):
     """The effective batch size of every optimizer step."""
     return [
         stage.effective_batch_size for stage in chain(*plan.epochs) for _ in range(stage.num_steps)
@@ -35,8 +33,8 @@ def effective_sizes(plan: BatchPlan) -> list[int]:
     num_samples=st.integers(240, 500),
 )
 def test_a_limit_splits_the_same_optimizer_steps_more_finely(
-    world_size: int, samples_per_rank: int, fits: int, limit: int, num_samples: int
-) -> None:
+    world_size, samples_per_rank, fits, limit, num_samples
+):
     facts = replace(
         FACTS, max_micro_batch_size=fits, world_size=world_size, num_samples=num_samples
     )
@@ -65,8 +63,8 @@ def test_a_limit_splits_the_same_optimizer_steps_more_finely(
     epochs=st.integers(1, 5),
 )
 def test_every_step_takes_the_effective_size(
-    world_size: int, samples_per_rank: int, max_micro_batch_size: int, num_samples: int, epochs: int
-) -> None:
+    world_size, samples_per_rank, max_micro_batch_size, num_samples, epochs
+):
     effective = world_size * samples_per_rank
     assume(effective <= num_samples // world_size * world_size)
     facts = replace(
@@ -97,8 +95,8 @@ def test_every_step_takes_the_effective_size(
     accumulation=st.integers(1, 9),
 )
 def test_without_a_wish_every_whole_micro_batch_is_used(
-    max_micro_batch_size: int, world_size: int, num_samples: int, accumulation: int
-) -> None:
+    max_micro_batch_size, world_size, num_samples, accumulation
+):
     facts = replace(
         FACTS,
         max_micro_batch_size=max_micro_batch_size,
@@ -133,7 +131,7 @@ schedules = st.fixed_dictionaries(
 )
 
 
-def scheduled(run: dict[str, Any], optimizer: OptimizerConfig | None = None) -> BatchPlan:
+def scheduled(run, optimizer=None):
     """The plan; runs that would end before the last size are left out."""
     world_size = run["world_size"]
     facts = replace(
@@ -147,17 +145,19 @@ def scheduled(run: dict[str, Any], optimizer: OptimizerConfig | None = None) -> 
         "UNIT": run["unit"],
         "LENGTH": run["length"],
         "FIRST": run["first"] * world_size,
-        "LAST": run["last"] * world_size,
     }
+    last = run["last"] * world_size
     try:
-        return plan_of(facts, optimizer, schedule=schedule, EPOCHS=run["epochs"])
+        return plan_of(
+            facts, optimizer, schedule=schedule, EPOCHS=run["epochs"], EFFECTIVE_BATCH_SIZE=last
+        )
     except ConfigError as error:
         assume("LENGTH" not in str(error))
         raise
 
 
 @given(run=schedules)
-def test_a_schedule_goes_one_way_and_its_steps_and_samples_add_up(run: dict[str, Any]) -> None:
+def test_a_schedule_goes_one_way_and_its_steps_and_samples_add_up(run):
     plan = scheduled(run)
     sizes, world_size, step = effective_sizes(plan), run["world_size"], 0
     assert (sizes[0], sizes[-1]) == (run["first"] * world_size, run["last"] * world_size)
@@ -185,7 +185,7 @@ def test_a_schedule_goes_one_way_and_its_steps_and_samples_add_up(run: dict[str,
 
 
 @given(run=schedules, rule=st.sampled_from(["none", "linear", "sqrt"]))
-def test_the_rate_follows_the_rule_at_every_step(run: dict[str, Any], rule: str) -> None:
+def test_the_rate_follows_the_rule_at_every_step(run, rule):
     plan = scheduled(run, OptimizerConfig(LR_SCALING=rule, BASE_BATCH_SIZE=32))
     for step, size in enumerate(effective_sizes(plan)):
         assert plan.learning_rate * plan.batch_size_lr_factor(step) == pytest.approx(
@@ -193,15 +193,17 @@ def test_the_rate_follows_the_rule_at_every_step(run: dict[str, Any], rule: str)
         )
 
 
-def test_beyond_sixteen_accumulation_steps_the_micro_batch_grows() -> None:
-    plan = plan_of(schedule={"NAME": "exponential", "FIRST": 8, "LAST": 2048}, EPOCHS=9)
+def test_beyond_sixteen_accumulation_steps_the_micro_batch_grows():
+    plan = plan_of(
+        schedule={"NAME": "exponential", "FIRST": 8}, EPOCHS=9, EFFECTIVE_BATCH_SIZE=2048
+    )
     stages = [epoch[0] for epoch in plan.epochs]
     assert [stage.effective_batch_size for stage in stages] == [8 << epoch for epoch in range(9)]
     assert [stage.micro_batch_size for stage in stages] == [8, 8, 8, 8, 8, 16, 32, 64, 64]
     assert [stage.accumulation_steps for stage in stages] == [1, 2, 4, 8, 16, 16, 16, 16, 32]
 
 
-def test_milestones_hold_exactly_from_their_epoch_on() -> None:
+def test_milestones_hold_exactly_from_their_epoch_on():
     schedule = {"NAME": "milestones", "FIRST": 32, "MILESTONES": [[2, 131], [3, 64]]}
     plan = plan_of(replace(FACTS, max_micro_batch_size=131), schedule=schedule, EPOCHS=5)
     assert [stage.effective_batch_size for stage in chain(*plan.epochs)] == [32, 32, 131, 64, 64]
@@ -209,7 +211,7 @@ def test_milestones_hold_exactly_from_their_epoch_on() -> None:
     assert plan.effective_batch_size == 131
 
 
-def test_warm_up_in_epochs_counts_the_steps_of_each_epoch() -> None:
+def test_warm_up_in_epochs_counts_the_steps_of_each_epoch():
     facts = replace(FACTS, num_samples=1600)
     schedule = {"NAME": "milestones", "FIRST": 16, "MILESTONES": [[1, 32], [2, 64]]}
     plan = plan_of(facts, schedule=schedule, warmup={"WARMUP_EPOCHS": 1.5}, EPOCHS=3)
@@ -221,14 +223,14 @@ def test_warm_up_in_epochs_counts_the_steps_of_each_epoch() -> None:
     fits=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256]),
     world_size=st.sampled_from([1, 2, 4, 8]),
 )
-def test_accumulation_alone_never_changes_the_rate(fits: int, world_size: int) -> None:
+def test_accumulation_alone_never_changes_the_rate(fits, world_size):
     optimizer = OptimizerConfig(LR_SCALING="linear", WEIGHT_DECAY_SCALING="sqrt")
     facts = replace(FACTS, max_micro_batch_size=fits, world_size=world_size)
     plan = plan_of(facts, optimizer, EFFECTIVE_BATCH_SIZE=512)
     assert (plan.learning_rate, plan.weight_decay) == (0.2, 0.05 * math.sqrt(2))
 
 
-def test_without_scaling_every_bit_stays() -> None:
+def test_without_scaling_every_bit_stays():
     facts = replace(FACTS, num_samples=4000, learning_rate=0.1 + 0.2, weight_decay=1 / 3)
     for plan in (plan_of(facts, EPOCHS=2), plan_of(facts, EFFECTIVE_BATCH_SIZE=1024, EPOCHS=2)):
         assert (plan.learning_rate, plan.weight_decay) == (0.1 + 0.2, 1 / 3)
@@ -247,9 +249,7 @@ def test_without_scaling_every_bit_stays() -> None:
         (50_000, {}, 1, 1, True),  # of two steps
     ],
 )
-def test_a_much_raised_rate_gets_a_warm_up(
-    effective: int, warmup: dict[str, Any], epochs: int, steps: int, has_note: bool
-) -> None:
+def test_a_much_raised_rate_gets_a_warm_up(effective, warmup, epochs, steps, has_note):
     optimizer = OptimizerConfig(LR_SCALING="linear")
     plan = plan_of(
         optimizer=optimizer, warmup=warmup, EFFECTIVE_BATCH_SIZE=effective, EPOCHS=epochs
@@ -278,7 +278,7 @@ QUIET = (
 
 
 @pytest.mark.parametrize(("facts", "wishes"), QUIET)
-def test_a_plan_within_the_limits_of_each_warning_says_nothing(facts: Facts, wishes: Any) -> None:
+def test_a_plan_within_the_limits_of_each_warning_says_nothing(facts, wishes):
     """Plans just beyond the limits are in `test_messages.py`."""
     plan = plan_of(facts, **wishes)
     assert (plan.warnings, plan.notes) == ((), ())
@@ -290,9 +290,7 @@ def test_a_plan_within_the_limits_of_each_warning_says_nothing(facts: Facts, wis
     fits=st.integers(2, 100),
     batchnorm=st.sampled_from(["none", "local"]),
 )
-def test_the_sizes_that_an_error_names_would_do(
-    size: int, world_size: int, fits: int, batchnorm: str
-) -> None:
+def test_the_sizes_that_an_error_names_would_do(size, world_size, fits, batchnorm):
     facts = replace(FACTS, max_micro_batch_size=fits, world_size=world_size, batchnorm=batchnorm)
     try:
         assert plan_of(facts, EFFECTIVE_BATCH_SIZE=size).effective_batch_size == size
@@ -311,14 +309,11 @@ def test_the_sizes_that_an_error_names_would_do(
         ({"ACCUMULATION_STEPS": 4}, {}, None),
         ({"EFFECTIVE_BATCH_SIZE": 256}, {}, 128),
         ({}, {"NAME": "linear", "FIRST": 8}, None),
-        ({}, {"NAME": "linear", "FIRST": 8, "LAST": 64}, 32),
-        ({}, {"NAME": "linear", "FIRST": 80, "LAST": 64}, 40),
+        ({"EFFECTIVE_BATCH_SIZE": 64}, {"NAME": "linear", "FIRST": 8}, 32),
+        ({"EFFECTIVE_BATCH_SIZE": 64}, {"NAME": "linear", "FIRST": 80}, 40),
         ({}, {"NAME": "milestones", "FIRST": 8, "MILESTONES": [[1, 96]]}, 48),
-        ({"EFFECTIVE_BATCH_SIZE": 32}, {"NAME": "exponential", "FIRST": 8}, 16),
     ],
 )
-def test_the_most_samples_per_rank_that_are_asked_for(
-    train: dict[str, int], schedule: dict[str, Any], expected: int | None
-) -> None:
+def test_the_most_samples_per_rank_that_are_asked_for(train, schedule, expected):
     node = TrainConfig(**train, BATCH_SCHEDULE=BatchScheduleConfig(**schedule))
     assert max_samples_per_rank(node, replace(FACTS, world_size=2, num_samples=1000)) == expected

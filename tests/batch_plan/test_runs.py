@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 from linnaeus.data.loader import num_cores
-from tests.helpers.runs import Run, assert_same_bits, checkpoint_of, weights
+from tests.helpers.runs import assert_same_bits, checkpoint_of, weights
 from tests.helpers.small_runs import NAME, PLAIN, curve, lines_of, plan_of
 
 
 @pytest.mark.e2e
 @pytest.mark.distributed
 @pytest.mark.parametrize("numbers", [(2,), pytest.param((2, 4), marks=pytest.mark.slow)])
-def test_several_processes_train_as_one(
-    run: Run, torchrun: Run, tmp_path: Path, numbers: tuple[int, ...]
-) -> None:
+def test_several_processes_train_as_one(run, torchrun, tmp_path, numbers):
     """The same effective size; 103 samples leave some over for any number of processes."""
     options = (
         *PLAIN,
@@ -45,13 +42,11 @@ def test_several_processes_train_as_one(
         assert curve(folder)[2] == pytest.approx(one[2], rel=1e-4)
 
 
-def test_everything_counts_optimizer_steps(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_counts_optimizer_steps(run, tmp_path, monkeypatch):
     """Eight micro-batches are two steps of three and one of two."""
     clipped, clip = [], nn.utils.clip_grad_norm_
 
-    def counting(*arguments: Any) -> Tensor:
+    def counting(*arguments):
         clipped.append(1)
         return clip(*arguments)
 
@@ -87,7 +82,7 @@ GROWING = (
     *PLAIN,
     "TRAIN.BATCH_SCHEDULE.NAME=linear",
     "TRAIN.BATCH_SCHEDULE.FIRST=4",
-    "TRAIN.BATCH_SCHEDULE.LAST=24",
+    "TRAIN.EFFECTIVE_BATCH_SIZE=24",
     "TRAIN.BATCH_SCHEDULE.UNIT=steps",
     "TRAIN.BATCH_SCHEDULE.LENGTH=20",
     "DATA.BATCH_SIZE=8",
@@ -102,7 +97,7 @@ SCHEDULES: dict[str, list[str]] = {
     WITHIN: [
         "TRAIN.BATCH_SCHEDULE.NAME=milestones",
         "TRAIN.BATCH_SCHEDULE.FIRST=8",
-        "TRAIN.BATCH_SCHEDULE.LAST=20",
+        "TRAIN.EFFECTIVE_BATCH_SIZE=20",
         "TRAIN.BATCH_SCHEDULE.MILESTONES=[[3,12],[7,20]]",
     ],
 }
@@ -124,9 +119,7 @@ SCHEDULES: dict[str, list[str]] = {
         ),
     ],
 )
-def test_resuming_within_a_schedule_changes_no_bit(
-    run: Run, tmp_path: Path, schedule: str, num_workers: int, after: int
-) -> None:
+def test_resuming_within_a_schedule_changes_no_bit(run, tmp_path, schedule, num_workers, after):
     options = [
         *GROWING,
         "MODEL.drop=0.3",
@@ -179,9 +172,7 @@ def test_resuming_within_a_schedule_changes_no_bit(
     ],
     ids=["schedule", "AutoBatch"],
 )
-def test_the_saved_configuration_repeats_the_run(
-    run: Run, tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_the_saved_configuration_repeats_the_run(run, tmp_path, options):
     assert run(*options).code == 0
     saved = tmp_path / "runs/plain/config.yaml"
     again = run("--cfg", str(saved), "DATA.AUTOBATCH.ENABLED=False", f"{NAME}again")
@@ -191,9 +182,7 @@ def test_the_saved_configuration_repeats_the_run(
 
 
 @pytest.mark.parametrize(("asked", "used"), [("null", min(8, num_cores())), ("1", 1)])
-def test_the_plan_has_the_loader_processes_in_use(
-    run: Run, tmp_path: Path, asked: str, used: int
-) -> None:
+def test_the_plan_has_the_loader_processes_in_use(run, tmp_path, asked, used):
     """The key stays as it was set, so that another machine takes its own cores."""
     options = (*PLAIN, "TRAIN.AUTO_RESUME=True", f"DATA.NUM_WORKERS={asked}")
     assert run(*options, "TRAIN.EPOCHS=1").code == 0
@@ -207,13 +196,13 @@ def test_the_plan_has_the_loader_processes_in_use(
 SEARCH = (*PLAIN, "DATA.AUTOBATCH.ENABLED=True")
 
 
-def found_in(folder: Path) -> dict[str, Any]:
+def found_in(folder):
     found: dict[str, Any] = json.loads((folder / "autobatch.json").read_text())["train"]
     return found
 
 
 @pytest.mark.e2e
-def test_the_search_stops_at_the_share_asked_for(run: Run, tmp_path: Path) -> None:
+def test_the_search_stops_at_the_share_asked_for(run, tmp_path):
     outcome = run(*SEARCH, "TRAIN.EFFECTIVE_BATCH_SIZE=24", "DATA.NUM_WORKERS=1")
     assert outcome.code == 0, outcome.err
     found = found_in(tmp_path / "runs/plain")
@@ -221,7 +210,7 @@ def test_the_search_stops_at_the_share_asked_for(run: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.e2e
-def test_the_micro_batches_of_the_plan_have_run(run: Run, tmp_path: Path) -> None:
+def test_the_micro_batches_of_the_plan_have_run(run, tmp_path):
     options = (
         *SEARCH,
         "DATA.AUTOBATCH.MAX_BATCH_SIZE=13",

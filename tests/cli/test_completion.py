@@ -35,7 +35,7 @@ def answer(line, folder):
         ("linnaeus train DATA.AUTOBATCH.STRATEG", ["DATA.AUTOBATCH.STRATEGY="]),
         ("linnaeus train --cfg a.yaml model=vit_t", ["model=vit_tiny"]),
         ("linnaeus analyze --frac", ["--fractions"]),
-        ("linnaeus analyze DATA.BATCH_SIZE=3 --strategy gu", ["guided"]),
+        ("linnaeus analyze DATA.BATCH_SIZE=3 --sharding hy", ["hybrid"]),
         ("linnaeus export runs/a --format on", ["onnx"]),
         ("linnaeus predict runs/a --checkpoint la", ["last"]),
         ("linnaeus compare TRAIN.AM", []),

@@ -25,7 +25,7 @@ LINES = {
             "data=imagefolder",
             "--cfg=a.yaml",
             "--unknown=drop",
-            "--plot=a.pdf",
+            "--plot=a.png",
         ],
     ),
     "a list for a job": (predict, ["runs/one", "-", "--launcher=slurm"]),
@@ -50,7 +50,7 @@ LINES = {
     "values of options of sweep": (
         sweep,
         [
-            "--plot=a.pdf",
+            "--plot=a.png",
             "--trials=0",
             "--search=grid",
             "--predict-gpu=rtx-409",
@@ -77,7 +77,7 @@ LINES = {
             "DATA.BATCH_SIZE=0,8",
             "OPTIMIZER.LR=-1",
             "TRAIN.EPOCH=3",
-            "--plot=x",
+            "--metric=x",
             "TRAIN.AMP=bf16,fp8",
         ],
     ),
@@ -158,7 +158,7 @@ def of_runs():
         )
     )
     console, output = plain_console()
-    console.print(found.table(console), *found.sentences(), sep="\n", soft_wrap=True)
+    console.print(found.table(), *found.sentences(), sep="\n", soft_wrap=True)
     return {
         "runs side by side": output.getvalue(),
         "a metric that no run has": str(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from linnaeus.cli.main import COMMANDS, NOT_WITH_TORCHRUN, cli, part_of
-from linnaeus.cli.parser import check_files
+from linnaeus.cli.parser import unwritable
 from linnaeus.runtime.errors import ConfigError
 from tests.helpers.forks import ROOT
 
@@ -35,7 +35,8 @@ def problems(command, *argv):
 
 @pytest.mark.parametrize("command", [*MEASURING, *OTHERS])
 def test_an_option_without_a_value_or_unknown_is_a_problem(command):
-    option = "--output" if command in ("predict", "export") else "--plot"
+    options = {"analyze": "--plot", "compare": "--plot", "sweep": "--metric"}
+    option = options.get(command, "--output")
     [problem] = problems(command, option)
     assert problem.startswith(f"{option}: ")
     [problem] = problems(command, f"{option}x")
@@ -44,29 +45,37 @@ def test_an_option_without_a_value_or_unknown_is_a_problem(command):
 
 @pytest.mark.parametrize("command", [*MEASURING, "sweep"])
 def test_mistakes_of_options_and_of_keys_are_listed_at_once(command):
-    argv = ["--plot", "a.b", "--foo", "DATA.BATCHSIZE=3", "TRAIN.EPOCHS=0", "EXPERIMENT.SEED=1,2"]
+    argv = [
+        "--metric" if command == "sweep" else "--plot",
+        "a.b",
+        "--foo",
+        "DATA.BATCHSIZE=3",
+        "TRAIN.EPOCHS=0",
+        "EXPERIMENT.SEED=1,2",
+    ]
     with pytest.raises(ConfigError) as caught:
         read(command, *(argv if command == "sweep" else argv[:-1]))
     named = [problem.partition(":")[0] for problem in caught.value.problems]
-    assert sorted(named) == ["--foo", "--plot", "DATA.BATCHSIZE", "TRAIN.EPOCHS"]
+    assert sorted(named) == sorted(["--foo", argv[0], "DATA.BATCHSIZE", "TRAIN.EPOCHS"])
 
 
 @pytest.mark.parametrize(
-    "command", [name for name in (*MEASURING, *OTHERS) if name not in ("export", "evaluate")]
+    ("command", "argv", "option", "ending"),
+    [
+        ("analyze", [], "--plot", "png"),
+        ("compare", ["runs"], "--plot", "png"),
+        ("predict", ["runs/one", "photos"], "--output", "csv"),
+        ("train", [], "--preview", "png"),
+    ],
 )
-def test_files_are_looked_at_before_the_work(command, tmp_path, monkeypatch):
-    """Not those of export and evaluate, which make the folders of their files."""
+def test_files_are_looked_at_before_the_work(command, argv, option, ending, tmp_path, monkeypatch):
+    """A file that cannot be written is listed with the other mistakes."""
     desk(tmp_path, monkeypatch)
-    option = "--output" if command == "predict" else "--plot"
-    ending = "csv" if command == "predict" else "png"
-    argv = {
-        "compare": ["runs"],
-        "predict": ["runs/one", "photos"],
-        "sweep": ["TRAIN.EPOCHS=1,2"],
-    }.get(command, [])
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match=rf"{option}: missing/a\.{ending}"):
-        read(command, *argv, option, f"missing/a.{ending}")
+    with pytest.raises(ConfigError) as caught:
+        read(command, *argv, option, f"missing/a.{ending}", "--foo")
+    named = [problem.partition(" ")[0] for problem in caught.value.problems]
+    assert sorted(named) == ["--foo:", f"{option}:"]
     assert sorted(tmp_path.rglob("*")) == before
     assert read(command, *argv, option, f"a.{ending}")
 
@@ -75,9 +84,9 @@ def test_files_that_cannot_be_written(tmp_path):
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "mine.csv").write_text("mine")
     for path in (tmp_path / "folder.png", Path("/proc/a.json"), tmp_path / f"{'x' * 245}.json"):
-        with pytest.raises(ConfigError, match=f"--output: {re.escape(str(path))}"):
-            check_files({"--output": path, "--plot": None})
-    check_files({"--output": tmp_path / "mine.csv"})
+        [problem] = unwritable({"--output": path, "--plot": None})
+        assert problem.startswith(f"--output: {path} ")
+    assert not unwritable({"--output": tmp_path / "mine.csv"})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.png", "mine.csv"]
 
 
@@ -91,14 +100,6 @@ def test_a_value_may_be_a_negative_number_or_follow_an_equals_sign():
         read("train", "EXPERIMENT.NAME", "-x")
     [problem] = problems("analyze", "--output", "--plot", "-x.png")
     assert problem.startswith("--output: ")
-
-
-def test_the_later_of_an_option_and_an_override_wins():
-    def max_size(*argv):
-        return int(read("analyze", *argv)[1].DATA.AUTOBATCH.MAX_BATCH_SIZE)
-
-    assert max_size("--max-bs", "8", "DATA.AUTOBATCH.MAX_BATCH_SIZE", "9") == 9
-    assert max_size("DATA.AUTOBATCH.MAX_BATCH_SIZE=9", "--max-bs", "8") == 8
 
 
 def desk(tmp_path, monkeypatch):

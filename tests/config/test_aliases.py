@@ -64,6 +64,7 @@ def test_a_key_that_is_gone_says_so():
         ("DATA.DATASET.RANKS=[order,species]", "DATA.DATASET.LEVELS"),
         ("LOSS.RANK_WEIGHTS=[1,2]", "LOSS.LEVEL_WEIGHTS"),
         ("loss.rank_weights=[1,2]", "LOSS.LEVEL_WEIGHTS"),
+        ("TRAIN.BATCH_SCHEDULE.LAST=24", "TRAIN.EFFECTIVE_BATCH_SIZE"),
     ],
 )
 def test_a_renamed_key_names_the_new_one(typed, now):

@@ -45,6 +45,9 @@ COMMAND_LINES = (
     "TRAIN.EPOCH=1",
     "DATA.AUTOBATCH={ENABLE:true}",
     "DATA.BATCH_SIZE.x=8",
+    "model.width=8",
+    "TRAIN.EPOCHS = 5",
+    "TRAIN.EPOCHS =5",
     "DATA=8",
     "DATA._target_=x.Y",
     "MODEL.width=8",
@@ -159,6 +162,8 @@ FILES = (
 
 TREES: dict[str, dict[str, str]] = {
     "--cfg=my.yaml": {"my": "defaults: [a]", "a": "defaults:\n  - b", "b": "defaults:\n  - a"},
+    "--cfg=near.yaml": {"near": "defaults: [bsae]", "base": ""},
+    "--cfg=deep.yaml": {"deep": "defaults: [c]", "c": "defaults: [d]", "d": "DATA: {BATCH_SIZ: 8}"},
     "--cfg=two.yaml": {
         "two": "defaults: [c, d]",
         "c": "defaults: [{model: resnet50}]",

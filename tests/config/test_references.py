@@ -68,14 +68,21 @@ def test_all_mistakes_are_found_at_once_without_torch(tmp_path):
         assert any(key in line.partition(":")[0] and hint in line for line in told), (key, told)
 
 
+def test_a_device_is_checked_with_all_else_unless_a_job_has_it():
+    wrong = ("EXPERIMENT.DEVICE=cudo", "MODEL.NAME=resnet1o8")
+    assert keys(*wrong) == ["MODEL.NAME", "EXPERIMENT.DEVICE"]
+    assert keys(*wrong, "--launcher=slurm") == ["MODEL.NAME"]
+
+
 def test_what_is_there_is_no_mistake():
     Path("moths/train").mkdir()
-    Path("w.csv").touch()
+    Path("w.yaml").touch()
     data = ("data=imagefolder", "DATA.DATASET.ROOT=moths", "DATA.DATASET.TRAIN=train")
     assert not keys(*data, "MODEL.NAME=resnet50.a1_in1k", "OPTIMIZER.NAME=AdamW")
     assert not keys("LOSS._target_=own_package.MyLoss", "MODEL._target_=torch.nn.Linear")
-    assert not keys("MODEL.WEIGHTS=w.csv", "LOSS.CLASS_WEIGHTS=w.csv", "MODEL.NAME=hf-hub:a/b")
+    assert not keys("MODEL.WEIGHTS=w.yaml", "LOSS.CLASS_WEIGHTS=w.yaml", "MODEL.NAME=hf-hub:a/b")
     assert not keys("MODEL._target_=builtins.dict", "LOSS._target_=tests.helpers.forks.ROOT")
+    assert not keys("LOSS.CLASS_WEIGHTS=effective")
     assert keys(*data, "DATA.DATASET.VAL=val") == ["DATA.DATASET.VAL"]
 
 

@@ -238,7 +238,7 @@ def test_text_arrives_as_typed_or_is_refused(text):
 
 
 def test_the_token_after_a_bare_key_is_its_value():
-    values = ["-1", "-1e-3", "--strange", "a=b", "=", "", "x.yaml", "FOO=1"]
+    values = ["-1", "-1e-3", "--strange", "a=b", "==", "", "x.yaml", "FOO=1"]
     for row in rows(
         ["EXPERIMENT.OUTPUT_DIR", "DATA.DATASET.IMAGE_COLUMN"], [(text, text) for text in values]
     ):

@@ -5,16 +5,13 @@ import random
 import re
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice, repeat
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
@@ -22,11 +19,10 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, collate_pairs, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import (
-    Loaders,
     build_loaders,
     with_num_workers,
 )
-from linnaeus.data.sampler import EpochSampler, Sizes
+from linnaeus.data.sampler import EpochSampler
 from linnaeus.data.user_dataset import UserDataset
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import DataError
@@ -45,59 +41,57 @@ AUGMENT = AugmentConfig(
 class Draws(Dataset[Any]):
     """Each sample shows what the three global generators give, and its own index."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return torch.tensor(
             [random.random(), np.random.rand(), torch.rand(()).item(), index]
         ), index
 
 
 class Calls(Dataset[Any]):
-    def __init__(self, length: int, function: Callable[[int], Any]) -> None:
+    def __init__(self, length, function):
         self.length = length
         self.function = function
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return self.function(index), index
 
 
-def noisy_collate(samples: list[Any]) -> Batch:
+def noisy_collate(samples):
     batch = collate_pairs(samples)
     return Batch(batch.inputs + torch.rand(()) + random.random(), batch.targets)
 
 
-def bundle_of(
-    dataset: Dataset[Any], val: Dataset[Any] | None = None, collate: Any = collate_pairs
-) -> DataBundle:
+def bundle_of(dataset, val=None, collate=collate_pairs):
     return DataBundle(dataset, val or dataset, None, None, None, collate)
 
 
-def whole_batches(size: int, samples_per_rank: int) -> Sizes:
+def whole_batches(size, samples_per_rank):
     """Batches of one size, without an incomplete one at the end."""
     return lambda epoch, skip: repeat(size, (samples_per_rank - skip) // size)
 
 
 def loaders(
-    bundle: DataBundle,
-    workers: int = 0,
-    size: int = 4,
-    rank: int = 0,
-    world: int = 1,
-    seed: int = 0,
-) -> Loaders:
+    bundle,
+    workers=0,
+    size=4,
+    rank=0,
+    world=1,
+    seed=0,
+):
     return build_loaders(
         bundle,
         DataConfig(NUM_WORKERS=workers),
         World(CPU, rank, world),
-        sizes=whole_batches(size, len(bundle.train) // world),  # type: ignore[arg-type]
+        sizes=whole_batches(size, len(bundle.train) // world),
         batch_size_val=size + 1,
         seed=seed,
     )
@@ -115,13 +109,13 @@ def loaders(
     ],
 )
 def test_without_a_number_there_is_a_worker_for_each_core(
-    nested: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    asked: int | None,
-    cores: int,
-    processes: int,
-    expected: int,
-) -> None:
+    nested,
+    monkeypatch,
+    asked,
+    cores,
+    processes,
+    expected,
+):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
     files = build_data(DataConfig(DATASET=node, IMG_SIZE=16), seed=0)
@@ -136,15 +130,13 @@ def test_without_a_number_there_is_a_worker_for_each_core(
 class Locked(Draws):
     """Holds what a fork would copy in a state of its own."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         super().__init__(length)
         self.lock = threading.Lock()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_dataset_that_processes_cannot_share_loads_alone(
-    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dataset_that_processes_cannot_share_loads_alone(rank, monkeypatch, caplog):
     caplog.set_level("INFO", logger="linnaeus.data")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     data = bundle_of(UserDataset(Locked(16), "my.Data", None, raw=False))
@@ -155,19 +147,19 @@ def test_a_dataset_that_processes_cannot_share_loads_alone(
 
 @pytest.mark.parametrize(("workers", "rank", "lines"), [(3, 0, 1), (3, 1, 0), (2, 0, 0)])
 def test_more_workers_than_cores_are_told_once(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    workers: int,
-    rank: int,
-    lines: int,
-) -> None:
+    monkeypatch,
+    caplog,
+    workers,
+    rank,
+    lines,
+):
     """torch's own warnings would be errors here."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     with loaders(bundle_of(Draws(8)), workers, rank=rank, world=2):
         assert sum("DATA.NUM_WORKERS" in line for line in caplog.messages) == lines
 
 
-def epochs(made: Loaders, numbers: tuple[int, ...] = (0, 1)) -> list[Tensor]:
+def epochs(made, numbers=(0, 1)):
     """All training batches of some epochs, each followed by validation."""
     batches = []
     for epoch in numbers:
@@ -177,15 +169,15 @@ def epochs(made: Loaders, numbers: tuple[int, ...] = (0, 1)) -> list[Tensor]:
     return batches
 
 
-def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
+def assert_same(a, b):
     assert len(a) == len(b)
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_batches_depend_neither_on_workers_nor_on_where_an_epoch_was_left_or_is_resumed(
-    workers: int,
-) -> None:
+    workers,
+):
     bundle = bundle_of(Draws(23), Draws(11), noisy_collate)
     expected = epochs(loaders(bundle))
     assert len(expected) == 2 * (23 // 4 + 3)
@@ -200,8 +192,46 @@ def test_batches_depend_neither_on_workers_nor_on_where_an_epoch_was_left_or_is_
         assert_same([batch.inputs for batch in made.train], expected[8 + 2 : 8 + 5])
 
 
+def one_of_torch():
+    return float(torch.rand(()))
+
+
+def one_undrawn():
+    return 0.5
+
+
 @pytest.mark.parametrize("workers", WORKERS)
-def test_batches_of_files_are_their_pixels_collated(nested: Path, workers: int) -> None:
+@pytest.mark.parametrize("number", [random.random, np.random.rand, one_of_torch, one_undrawn])
+def test_one_sample_that_draws_gets_its_own_numbers(number, workers):
+    """The batches before it do without seeds. Its batch alone is read again, and none if nothing is drawn."""
+    rare, reads = list(EpochSampler(24, seed=0))[9][1], []  # in the third batch of an epoch
+
+    def read(index):
+        reads.append(index)
+        return torch.tensor(number() if index == rare else 0.0)
+
+    for starts in ([(0, 0), (1, 0)], [(0, 8)]):  # the second one is a resumed run
+        reads.clear()
+        seen = []
+        seed_generators(1)
+        with loaders(bundle_of(Calls(24, read)), workers) as made:
+            for epoch, skip in starts:
+                made.train.set_epoch(epoch, skip)
+                seen.append(torch.cat([torch.stack(batch[:2], 1) for batch in made.train]).tolist())
+        untouched = draw()
+        seed_generators(1)
+        assert draw() == untouched
+        is_again = number is not one_undrawn and len(starts) == 2
+        assert workers or len(reads) == sum(map(len, seen)) + 4 * is_again
+        for (epoch, _), rows in zip(starts, seen, strict=True):
+            seed_generators(derive_seed(0, epoch, rare))
+            expected = torch.tensor(number()).item()
+            assert [value for value, index in rows if index == rare] == [expected]
+            assert {value for value, index in rows if index != rare} == {0.0}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_batches_of_files_are_their_pixels_collated(nested, workers):
     node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
     data = build_data(DataConfig(DATASET=node, IMG_SIZE=16, AUGMENT=AUGMENT), seed=0)
     with loaders(data, workers=workers) as made:
@@ -221,7 +251,7 @@ def test_batches_of_files_are_their_pixels_collated(nested: Path, workers: int) 
         assert torch.equal(batch.targets, expected.targets)
 
 
-def test_epochs_and_seeds_differ_and_validation_does_not() -> None:
+def test_epochs_and_seeds_differ_and_validation_does_not():
     bundle = bundle_of(Draws(12), Draws(6))
     first = loaders(bundle)
     train = [torch.cat(epochs(first, (epoch,))[:3]) for epoch in (0, 1)]
@@ -234,7 +264,7 @@ def test_epochs_and_seeds_differ_and_validation_does_not() -> None:
     assert_same(epochs(first, (0,))[3:], epochs(first, (1,))[3:])
 
 
-def test_a_sample_is_seeded_the_same_in_every_batch_size_and_on_every_rank() -> None:
+def test_a_sample_is_seeded_the_same_in_every_batch_size_and_on_every_rank():
     bundle = bundle_of(Draws(24))
     by_index: dict[float, tuple[float, ...]] = {}
     for size, world in [(4, 1), (6, 1), (3, 2)]:
@@ -248,7 +278,7 @@ def test_a_sample_is_seeded_the_same_in_every_batch_size_and_on_every_rank() -> 
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_damaged_image_ends_the_epoch_with_one_clear_message(nested: Path, workers: int) -> None:
+def test_a_damaged_image_ends_the_epoch_with_one_clear_message(nested, workers):
     path = nested / "Animalia" / "cat" / "1.jpg"
     path.write_bytes(path.read_bytes()[:200])
     node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
@@ -262,7 +292,7 @@ def test_a_damaged_image_ends_the_epoch_with_one_clear_message(nested: Path, wor
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_an_error_in_users_code_tells_its_place(workers: int) -> None:
+def test_an_error_in_users_code_tells_its_place(workers):
     bundle = build_data(DataConfig(DATASET={"_target_": f"{__name__}.failing_at_33"}), seed=0)
     with loaders(bundle, workers) as made, pytest.raises(DataError) as caught:
         epochs(made)
@@ -274,15 +304,15 @@ def test_an_error_in_users_code_tells_its_place(workers: int) -> None:
         epochs(made)  # a built-in dataset has no such error: it stays what it is
 
 
-def divide(index: int) -> Tensor:
+def divide(index):
     return torch.ones(3) * (1 / (index - 33))
 
 
-def failing_at_33(split: str) -> Calls:
+def failing_at_33(split):
     return Calls(40, divide)
 
 
-def test_a_dead_worker_is_a_clear_error() -> None:
+def test_a_dead_worker_is_a_clear_error():
     with (
         loaders(bundle_of(Calls(8, die)), 1) as made,
         pytest.raises(DataError, match=r"DATA\.NUM_WORKERS"),
@@ -290,18 +320,16 @@ def test_a_dead_worker_is_a_clear_error() -> None:
         epochs(made)
 
 
-def die(index: int) -> None:
+def die(index):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def describe_worker(index: int) -> Tensor:
+def describe_worker(index):
     ignores = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     return torch.tensor([torch.get_num_threads(), ignores, os.getpid()])
 
 
-def test_workers_stay_between_epochs_use_one_thread_leave_ctrl_c_alone_and_end_when_closed() -> (
-    None
-):
+def test_workers_stay_between_epochs_use_one_thread_leave_ctrl_c_alone_and_end_when_closed():
     with loaders(bundle_of(Calls(16, describe_worker)), 2) as made:
         seen = [
             {tuple(row) for inputs in epochs(made, (epoch,))[:4] for row in inputs.tolist()}
@@ -317,7 +345,7 @@ def test_workers_stay_between_epochs_use_one_thread_leave_ctrl_c_alone_and_end_w
         next(iter(made.train))
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -326,7 +354,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.e2e
-def test_interrupted_processes_end_quietly(tmp_path: Path) -> None:
+def test_interrupted_processes_end_quietly(tmp_path):
     """What a user sees on the terminal."""
     log = tmp_path / "log.txt"
     argv = [
@@ -354,13 +382,13 @@ def test_interrupted_processes_end_quietly(tmp_path: Path) -> None:
     assert not re.search("Traceback|Exception|Error|Warning", log.read_text())
 
 
-def draw() -> tuple[float, float, float]:
+def draw():
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_loading_leaves_the_global_generators_alone(workers: int) -> None:
-    def seed() -> None:
+def test_loading_leaves_the_global_generators_alone(workers):
+    def seed():
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
 
     seed()
@@ -379,7 +407,7 @@ def test_loading_leaves_the_global_generators_alone(workers: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("workers", "pin"), [(0, True), (2, True), (2, False)])
-def test_batches_are_on_the_gpu_one_ahead(workers: int, pin: bool) -> None:
+def test_batches_are_on_the_gpu_one_ahead(workers, pin):
     config = DataConfig(NUM_WORKERS=workers, PIN_MEMORY=pin)
     with build_loaders(
         bundle_of(Draws(8)),

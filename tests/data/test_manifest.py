@@ -6,7 +6,7 @@ import pytest
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.datasets import build_data
-from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
 
 ROWS = """image,kingdom,species
@@ -171,6 +171,15 @@ def test_a_file_of_another_case_or_ending_is_named(folder, old, new, there):
     with pytest.raises(DataError, match=r"gone\.jpg") as caught:
         build(folder)
     assert "there is" not in str(caught.value)
+
+
+def test_misspelled_levels_are_mistakes_of_the_configuration(folder):
+    with pytest.raises(ConfigError, match="'species'") as caught:
+        build(folder, LEVELS=["kingdm", "specie"])
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == (
+        ["DATA.DATASET.LEVELS"] * 2
+    )
+    assert caught.value.exit_code == 2
 
 
 def test_long_paths_are_read_and_those_of_no_file_refused(folder):

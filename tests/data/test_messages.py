@@ -13,7 +13,7 @@ from linnaeus.data.checked import measure_ranges
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image import Decoding, load_image
 from linnaeus.data.mixing import DeviceTransform, Mixing, mixed_epochs
-from linnaeus.data.sampler import BalancedSampler
+from linnaeus.data.sampler import ClassSampler
 from linnaeus.data.taxonomy import Level, Taxonomy, index_labels
 from linnaeus.data.transforms import Preprocessing, build_transforms
 from linnaeus.data.user_dataset import UserDataset
@@ -83,6 +83,12 @@ FOLDERS = {
     "no finite value": lambda: load_image(numbers(np.nan), 1),
     "too large": lambda: load_image(write_image(Path("photo.png")), 3, Decoding(max_pixels=9)),
     "policy of colors": lambda: build_transforms(AugmentConfig(POLICY="randaugment"), (8, 8), 4),
+    "hue of grey": lambda: build_transforms(AugmentConfig(HUE=0.1), (8, 8), 1),
+    "own transform": lambda: build_transforms(
+        AugmentConfig(TRAIN=[{"_target_": "torchvision.transforms.v2.Resize", "size": 4}]),
+        (8, 8),
+        3,
+    ),
     "unknown classes of val": lambda: folders(
         "images/val/A/oak/0.jpg images/val/F/x/0.jpg", tuple(f"train/{n}" for n in CLASSES)
     ),
@@ -206,7 +212,7 @@ OWN = {
     ),
     "no epoch to mix": lambda: mixed_epochs(AugmentConfig(MIXUP=0.1, MIX_OFF_EPOCHS=3), 3),
     "statistics": lambda: synthetic(2, augment=AugmentConfig(MEAN=[0.5] * 2)),
-    "labels to balance": lambda: BalancedSampler(torch.full((4, 2), -1), seed=0),
+    "labels to balance": lambda: ClassSampler(torch.full((4, 2), -1), seed=0),
     "classes of synthetic": lambda: synthetic(10, 5),
     "levels of synthetic": lambda: synthetic(2, 4, LEVELS=["a"]),
     "levels of one name": lambda: synthetic(2, 4, LEVELS=["a", "a"]),

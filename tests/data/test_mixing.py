@@ -59,6 +59,21 @@ def test_the_batch_is_that_of_torchvision(ours, other):
     assert sum(changed) > 2  # a rectangle may be empty
 
 
+@pytest.mark.parametrize("alphas", ALPHAS)
+@pytest.mark.parametrize(("repeats", "is_mixed"), [(2, True), (3, True), (1, False)])
+def test_a_repeated_sample_is_not_mixed_with_itself(alphas, repeats, is_mixed):
+    """With a shift of one, only the first of several in a row is mixed with another."""
+    label = torch.tensor([0, 1, 2]).repeat_interleave(max(2, repeats))
+    images = torch.zeros(len(label), 1, 8, 8) + label[:, None, None, None]
+    on_device = transform(REPEATS=repeats, **alphas)
+    torch.manual_seed(1)
+    batch = Batch(images, torch.stack([label % 2, label], dim=1))
+    mixed, soft = on_device(chosen(on_device, batch))
+    fine = soft[:, 2:]
+    assert bool((fine.max(dim=1).values < 1).all()) == is_mixed
+    torch.testing.assert_close(mixed.mean((1, 2, 3)), fine @ torch.arange(3.0))
+
+
 def kinds(**augment):
     """What 400 batches of one shape get."""
     on_device, batch = transform(**augment), Batch(IMAGES, LABELS)
@@ -145,8 +160,12 @@ def assert_same(one, other):
     assert all(map(torch.equal, one, other))
 
 
-def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_is_resumed():
-    with loaders() as made, loaders(workers=2) as parallel:
+OWN = [{"_target_": "tests.data.test_transforms.Albumentation"}]
+
+
+@pytest.mark.parametrize("augment", [{}, {"REPEATS": 3, "TRAIN": OWN}])
+def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_is_resumed(augment):
+    with loaders(**augment) as made, loaders(workers=2, **augment) as parallel:
         whole = batches(made)
         for one, other in zip(whole, batches(parallel), strict=True):
             assert_same(one, other)

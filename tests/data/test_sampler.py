@@ -3,12 +3,13 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.data.image_files import encoded, stratified_split
-from linnaeus.data.sampler import BalancedSampler, EpochSampler, PlannedBatches, ValSampler
+from linnaeus.data.sampler import ClassSampler, EpochSampler, PlannedBatches, ValSampler
 
 LENGTHS, WORLDS = st.integers(0, 300), st.integers(1, 8)
 
@@ -67,8 +68,10 @@ LABELS = torch.tensor([[0, 0]] * 90 + [[0, 1]] * 7 + [[1, 2]] * 2 + [[1, -1]] * 
 """Labels of 107 samples: three fine classes, a coarse one whose fine label is unknown, and none at all."""
 
 
-def drawn(epoch=0, skip=0, rank=0, world=1, seed=0):
-    sampler = BalancedSampler(LABELS, seed=seed, rank=rank, world_size=world)
+def drawn(epoch=0, skip=0, rank=0, world=1, seed=0, power=0.0, repeats=1):
+    sampler = ClassSampler(
+        LABELS, power=power, seed=seed, rank=rank, world_size=world, repeats=repeats
+    )
     sampler.set_epoch(epoch, skip)
     return list(sampler)
 
@@ -87,12 +90,41 @@ def test_balanced_epochs_have_each_class_equally_often():
     assert plain[0, 0] == 90
 
 
-@given(WORLDS, st.integers(0, 150), st.integers(0, 3))
-def test_balanced_epochs_are_split_and_resumed_as_others(world, skip, epoch):
-    whole = drawn(epoch)
-    assert drawn(epoch, skip) == whole[skip:]
+def test_square_root_epochs_have_classes_by_the_root_of_their_samples():
+    sizes = {(0, 0): 90, (0, 1): 7, (1, 2): 2, (1, -1): 3}
+    total = sum(size**0.5 for size in sizes.values())
+    for epoch in range(3):
+        counts = Counter(tuple(LABELS[index].tolist()) for _, index, _ in drawn(epoch, power=0.5))
+        assert counts.keys() == sizes.keys()
+        for label, size in sizes.items():
+            assert abs(counts[label] - len(LABELS) * size**0.5 / total) < 1
+
+
+@pytest.mark.parametrize("repeats", [2, 3])
+def test_repeated_samples_come_together_with_seeds_of_their_own(repeats):
+    """Each rank has another repetition of a sample, as with the RASampler of DeiT."""
+    length = 23
+    ranks = [
+        EpochSampler(length, seed=0, rank=rank, world_size=repeats, repeats=repeats)
+        for rank in range(repeats)
+    ]
+    keys = [list(sampler) for sampler in ranks]
+    assert [len(share) for share in keys] == [length // repeats] * repeats
+    assert all(len({index for _, index, _ in group}) == 1 for group in zip(*keys, strict=True))
+    assert len({key for share in keys for key in share}) == length // repeats * repeats
+    alone = list(EpochSampler(length, seed=0, repeats=repeats))
+    assert max(Counter(index for _, index, _ in alone).values()) == repeats
+    assert len(alone) == length
+    assert len(next(iter(EpochSampler(length, seed=0)))) == 2
+
+
+@given(WORLDS, st.integers(0, 150), st.integers(0, 3), st.sampled_from([0, 0.5]), st.integers(1, 3))
+def test_epochs_by_class_are_split_and_resumed_as_others(world, skip, epoch, power, repeats):
+    keys = {"power": power, "repeats": repeats}
+    whole = drawn(epoch, **keys)
+    assert drawn(epoch, skip, **keys) == whole[skip:]
     length = max(0, len(whole) - skip) // world
-    shares = [drawn(epoch, skip, rank, world) for rank in range(world)]
+    shares = [drawn(epoch, skip, rank, world, **keys) for rank in range(world)]
     assert [share for group in zip(*shares, strict=True) for share in group] == whole[
         skip : skip + world * length
     ]

@@ -59,12 +59,16 @@ def num_different(pipeline, image=IMAGE):
     [
         {"CROP_SCALE": [0.3, 0.9]},
         {"HFLIP": 0.5},
+        {"CROP_SCALE": [0.5, 0.5], "CROP_RATIO": [0.2, 5.0]},
+        {"VFLIP": 0.5},
+        {"BLUR": 0.5},
         {"ROTATION": 20.0},
         {"COLOR_JITTER": 0.4},
         {"POLICY": "randaugment"},
         {"POLICY": "trivialaugment"},
         {"POLICY": "rand-m9-mstd0.5-inc1"},
-        {"POLICY": "augmix-m3-w3"},
+        {"POLICY": "augmix-m5-w3"},
+        {"POLICY": "v0-mstd0.5"},
         {"POLICY": "3a"},
     ],
 )
@@ -77,6 +81,121 @@ def test_each_augmentation_changes_training_and_not_validation(changes, channels
     for result in results(train, image):
         assert result.shape == (channels, 16, 16)
         assert result.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("changes", [{"HUE": 0.3}, {"GRAYSCALE": 0.5}])
+def test_augmentation_of_colors_needs_colors(changes):
+    assert num_different(transform(**changes)) > 1
+    for channels in (1, 4):
+        with pytest.raises(ConfigError, match=rf"DATA\.AUGMENT\.{min(changes)}.*{channels}"):
+            transform(channels=channels, **changes)
+
+
+def test_a_crop_has_the_ratio_that_is_asked_for():
+    """Columns of one value each: a crop that is 4 times as wide as high shows many."""
+    image = torch.arange(60, dtype=torch.uint8).repeat(3, 60, 1)
+    spans = []
+    for ratio in (0.25, 4.0):
+        pipeline = transform(CROP_SCALE=[0.2, 0.2], CROP_RATIO=[ratio, ratio])
+        spans.append(max(int(each.max()) - int(each.min()) for each in results(pipeline, image)))
+    assert spans[0] < 16 < 48 < spans[1]
+
+
+class Albumentation:
+    """A transform with the calls of albumentations, which has generators of its own."""
+
+    def __init__(self, size=None, tensor=False):
+        self.size = size
+        self.tensor = tensor
+        self.set_random_seed(None)
+
+    def set_random_seed(self, seed):
+        self.random_generator = np.random.default_rng(seed)
+
+    def __call__(self, *args, force_apply=False, **data):
+        if args:
+            raise KeyError("You have to pass data to augmentations as named arguments")
+        image = data["image"]
+        assert image.flags.c_contiguous
+        drawn = self.random_generator.integers(0, 256, image.shape[2], dtype=np.uint8)
+        image = (image ^ drawn)[:, : self.size]
+        image = torch.from_numpy(image).permute(2, 0, 1) if self.tensor else image
+        return {"image": image[..., 0] if image.shape[-1] == 1 else image}
+
+
+def half(image):
+    return image / 2
+
+
+def noise(image):
+    return image ^ np.random.randint(256)
+
+
+V2 = "torchvision.transforms.v2"
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": f"{V2}.RandomPosterize", "bits": 3},
+        {"_target_": f"{V2}.RandomChoice", "transforms": [{"_target_": f"{V2}.RandomInvert"}]},
+        {"_target_": f"{__name__}.Albumentation"},
+        {"_target_": f"{__name__}.Albumentation", "tensor": True},
+        {"_target_": "hydra.utils.get_method", "path": f"{__name__}.noise"},
+    ],
+)
+def test_own_transforms_are_seeded_with_the_sample(node, channels):
+    pipeline, image = transform(channels=channels, TRAIN=[node]), IMAGE[:channels]
+    before = torch.get_rng_state()
+    transform(channels=channels, TRAIN=[node])
+    assert torch.equal(before, torch.get_rng_state())  # trying it draws nothing
+    seen = []
+    for seed in (1, 2, 3, 4, 5, 1):
+        seed_generators(seed)
+        seen.append(pipeline(image))
+        assert (seen[-1].shape, seen[-1].dtype) == ((channels, 16, 16), torch.uint8)
+    assert torch.equal(seen[0], seen[-1])
+    assert not all(torch.equal(seen[0], each) for each in seen)
+
+
+def test_own_transforms_get_pixels_in_the_order_of_albumentations():
+    image = torch.arange(48, dtype=torch.uint8).reshape(3, 4, 4)
+    pipeline = transform((4, 4), TRAIN=[{"_target_": f"{__name__}.Albumentation"}])
+    (found,) = results(pipeline, image, tries=1)
+    drawn = found[:, 0, 0] ^ image[:, 0, 0]
+    assert torch.equal(found, image ^ drawn[:, None, None])
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": f"{__name__}.Albumentation", "size": 8},  # another shape
+        {"_target_": "hydra.utils.get_method", "path": f"{__name__}.half"},  # another type
+        {"_target_": f"{V2}.Normalize", "mean": [0.5], "std": [0.5]},  # its own error
+        {"_target_": f"{V2}.Resize", "edge": 4},
+        {"_target_": f"{V2}.Reseize", "size": 4},
+        {"_target_": "builtins.dict"},  # not callable
+    ],
+)
+def test_unusable_transforms_are_refused_before_training(node):
+    with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.TRAIN\.1"):
+        transform(TRAIN=[{"_target_": f"{V2}.RandomInvert"}, node])
+
+
+@pytest.mark.parametrize("node", ["{size: 3}", "RandomInvert", "{_target_: 3}", "{_target_: a b}"])
+def test_an_entry_that_names_no_transform_is_refused(node):
+    with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.TRAIN"):
+        load_config([f"DATA.AUGMENT.TRAIN=[{node}]"])
+
+
+def test_transforms_of_albumentations_itself():
+    pytest.importorskip("albumentations")
+    node = {"_target_": "albumentations.RandomBrightnessContrast", "p": 1.0}
+    composed = {"_target_": "albumentations.Compose", "transforms": [node]}
+    for pipeline in (transform(TRAIN=[node]), transform(TRAIN=[composed])):
+        assert num_different(pipeline) > 5
+        assert torch.equal(*(torch.stack(results(pipeline)) for _ in range(2)))
 
 
 def test_normalisation_is_that_of_torchvision_bit_for_bit():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.datasets import build_data
 from linnaeus.data.split_file import save_split
 from linnaeus.data.taxonomy import LabelIndex, index_labels
@@ -15,7 +15,7 @@ from linnaeus.inference.evaluation_data import (
     EvaluationRequest,
     build_evaluation_data,
 )
-from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
 
 PREPROCESSING = Preprocessing(3, (8, 8), 1.0, (0.5,) * 3, (0.5,) * 3)
@@ -53,6 +53,20 @@ def test_a_manifest_with_images_that_are_not_there_is_refused(tmp_path):
     (tmp_path / "2.png").unlink()
     with pytest.raises(DataError, match=r"2\.png"):
         build(FLAT, **options)
+
+
+def refuse_to_run():
+    raise AssertionError("an evaluation needs no training transform")
+
+
+def test_an_evaluation_calls_no_training_transform():
+    augment = AugmentConfig(TRAIN=[{"_target_": f"{__name__}.refuse_to_run"}])
+    config = DataConfig(DATASET=DatasetConfig(), AUGMENT=augment)
+    with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.TRAIN\.0.*refuse_to_run"):
+        build_data(config, seed=0)
+    index = LabelIndex.of(build_data(DataConfig(), seed=0).taxonomy)
+    preprocessing = Preprocessing(1, (32, 32), 1.0, (0.5,), (0.5,))
+    assert labels(build_evaluation_data(EvaluationRequest(config, index, preprocessing, 0, True)))
 
 
 def test_default_names_of_levels_may_be_those_of_an_older_version():

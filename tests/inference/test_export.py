@@ -6,16 +6,14 @@ import warnings
 
 import pytest
 import safetensors
-import timm
 import torch
 
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.inference.export import formats
 from linnaeus.inference.export import run as export_module
-from linnaeus.inference.export.check import samples_of
 from linnaeus.inference.trained import load_run
 from linnaeus.runtime.errors import ConfigError, LinnaeusError
-from tests.helpers.trained import BIRDS, Flat, picture, save_run, spec_of, write_images
+from tests.helpers.trained import BIRDS, Flat, picture, save_run, spec_of
 
 
 def run_of(folder, name="test_resnet", config=None, **spec):
@@ -113,7 +111,6 @@ def test_networks_of_timm_as_computations(name, tmp_path):
 def test_a_program_gives_probabilities(tmp_path):
     run = flat_run(tmp_path / "run")
     exported = run.export("torch-export", tmp_path / "out" / "birds.pt2")
-    assert "noise" in exported.origin
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["birds.pt2"]
     batch = torch.rand(1, 3, 4, 4)
     expected = {level: logits.softmax(1) for level, logits in outputs_of(run, batch).items()}
@@ -135,49 +132,6 @@ def test_a_marginal_head_as_a_computation(tmp_path):
 
 
 BIAS = ("heads.1.bias", "layers.species.bias")
-CASES = {
-    "vit with a tag, another size": ("test_vit.r160_in1k", {"size": (48, 32)}),
-    "convnext, grey": ("test_convnext", {"channels": 1}),
-    "letterbox": (
-        "test_resnet",
-        {"resizing": {"interpolation": "bicubic", "resize": "letterbox"}},
-    ),
-    "squash": ("test_resnet", {"resizing": {"interpolation": "bilinear", "resize": "squash"}}),
-    "own arguments": ("test_vit", {"KWARGS": {"global_pool": "avg", "patch_size": 8}}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_plain_timm_loads_its_folder(case, tmp_path):
-    name, arguments = CASES[case]
-    run = run_of(tmp_path / "run", name, **arguments)
-    model = timm.create_model(f"local-dir:{run.export('timm').path}", pretrained=True).eval()
-    assert list(model.pretrained_cfg["label_names"]) == list(run.classes["species"])
-    size = (run.spec.in_chans or 0, *(run.spec.img_size or ()))
-    batch = torch.randn(2, *size)
-    with torch.no_grad():
-        assert torch.allclose(model(batch), outputs_of(run, batch)["species"], rtol=1e-4, atol=1e-4)
-    data, preprocessing = timm.data.resolve_model_data_config(model), run.spec.preprocessing
-    assert preprocessing is not None
-    assert tuple(data["input_size"]) == size
-    assert (tuple(data["mean"]), tuple(data["std"])) == (preprocessing.mean, preprocessing.std)
-    assert (data["crop_pct"], data["interpolation"]) == (0.9, preprocessing.interpolation)
-    modes = {"letterbox": "border", "squash": "squash"}
-    assert data["crop_mode"] == modes.get(preprocessing.resize, "center")
-
-
-def test_timm_takes_the_head_of_another_level(birds, tmp_path):
-    folder = birds.export("timm", tmp_path / "out", level="order").path
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["label_names"], config["linnaeus"]["level"]) == (
-        list(BIRDS.levels[0].classes),
-        "order",
-    )
-    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    batch = torch.randn(3, 3, 32, 32)
-    with torch.no_grad():
-        assert torch.allclose(model(batch), outputs_of(birds, batch)["order"], rtol=1e-4, atol=1e-4)
-    birds.export("timm", folder)  # replaces its own files
 
 
 def test_weights_of_a_model_of_ones_own(tmp_path):
@@ -206,13 +160,13 @@ def test_onnx_gives_logits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "format", ["safetensors", pytest.param("onnx", marks=pytest.mark.slow), "torch-export", "timm"]
+    "format", ["safetensors", pytest.param("onnx", marks=pytest.mark.slow), "torch-export"]
 )
 def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
     birds, tmp_path, monkeypatch, format
 ):
     """A negative control: what is written is the model with one weight changed."""
-    run = birds if format in ("timm", "safetensors") else flat_run(tmp_path / "run")
+    run = birds if format == "safetensors" else flat_run(tmp_path / "run")
     name = "_write_program" if format in ("onnx", "torch-export") else "_write"
     real = getattr(export_module, name)
 
@@ -230,22 +184,6 @@ def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
     with pytest.raises(LinnaeusError, match="'species'"):
         run.export(format, tmp_path / "out" / export_module.NAMES[format])
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_the_images_of_a_check(tmp_path):
-    data = write_images(tmp_path / "data", 20)
-    data[3].unlink()
-    folder = save_run(tmp_path / "run", spec_of())
-    rows = "".join(f"{path},val,Passeriformes,Sitta\n" for path in data)
-    (folder / "split.csv").write_text(f"path,split,order,species\n{rows}")
-    run = load_run(folder, device="cpu")
-    samples = samples_of(run)
-    assert (samples.inputs.shape, str(folder) in samples.origin) == ((8, 3, 32, 32), True)
-    named = samples_of(run, [str(data[0])])
-    assert (len(named.inputs), named.origin.split()[-1]) == (2, "--images")
-    assert torch.equal(named.inputs[0], samples.inputs[0])
-    data[0].write_text("damaged")
-    assert "noise" in samples_of(run).origin
 
 
 def test_packages_that_are_missing_are_named(birds, monkeypatch):

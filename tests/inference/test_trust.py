@@ -321,7 +321,7 @@ def test_callbacks_and_optimizer_of_a_run_are_never_called(run):
 
 def test_an_export_needs_no_dataset_of_the_run(run):
     with_config(DATA=DATA)
-    for words in ([], ["--images", "data"], ["--trust-code"]):
+    for words in ([], ["--trust-code"]):
         assert run(*EXPORT, *words).code == 0
     assert not is_marked()
 

@@ -50,6 +50,14 @@ def compared(rank):
     }
 
 
+def with_budget():
+    """The budget, and the batches of an epoch."""
+    made = trainer(Recorder, max_steps=-1, num_train_epochs=1)
+    autobatch(made, budget="tokens", max_batch_size=1000).train()
+    num_batches = len(made.get_train_dataloader())
+    return made.args.per_device_train_batch_size, made.shapes[-num_batches:]
+
+
 def failure(kind):
     try:
         autobatch(trainer(kind), max_batch_size=2).train()
@@ -66,6 +74,7 @@ def work(rank, folder):
     ).train()  # loads what would count as memory of the next search
     return {
         "compared": compared(rank),
+        "budget": with_budget(),
         "broken": failure(Broken),
         "broken data": failure(BrokenData),
     }

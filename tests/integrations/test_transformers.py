@@ -22,6 +22,7 @@ from tests.helpers.ledger import Ledger, limit_with_room_for, room
 from tests.helpers.processes import compute
 from tests.integrations import hugging
 from tests.integrations.hugging import (
+    LONGEST,
     Calls,
     Recorder,
     Text,
@@ -287,6 +288,46 @@ def test_a_resumed_run_keeps_the_size_of_its_checkpoint(tmp_path):
     assert size_in_checkpoint(str(tmp_path)) is None
 
 
+def test_batches_of_a_budget_of_tokens_hold_every_sample_once(tmp_path):
+    options = {
+        "output_dir": str(tmp_path),
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "epoch",
+    }
+    search = {"budget": "tokens", "eval_options": {"max_batch_size": 4}}
+    whole = autobatch(trainer(Recorder, **options), **search, **room(50))
+    whole.train()
+    result, budget = whole.autobatch_results["train"], whole.args.per_device_train_batch_size
+    assert (result.limited_by, result.batch_size) == ("memory", budget)
+    assert LONGEST <= budget < 200 * LONGEST
+    assert whole.args.per_device_eval_batch_size == 4
+    num_batches = len(whole.get_train_dataloader())
+    assert all(rows * tokens <= budget for rows, tokens in whole.shapes)
+    epochs = whole.shapes[-2 * num_batches : -num_batches], whole.shapes[-num_batches:]
+    assert [sum(rows for rows, _ in epoch) for epoch in epochs] == [200, 200]
+    assert epochs[0] != epochs[1]
+    assert whole.state.global_step == whole.state.max_steps == 2 * -(-num_batches // 2)
+    last = max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    for checkpoint in (tmp_path / "checkpoint-3", last):
+        resumed = autobatch(trainer(Recorder, **options), **search, **room(80))
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert resumed.args.per_device_train_batch_size == budget
+        ours, again = left_by(whole), left_by(resumed)
+        assert not {"weights", "moments", "schedule"} & {*differences(ours, again)}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"budget": "pixels"}, {"effective_batch_size": 8}, {"samples": [Text()[0]]}]
+)
+def test_a_budget_takes_no_number_of_samples(wrong):
+    with pytest.raises(ValueError, match="budget"):
+        autobatch(trainer(), **{"budget": "tokens", **wrong})
+
+
 def test_no_size_is_above_the_samples():
     made = trainer()
     made.train_dataset = torch.utils.data.Subset(Text(), range(5))
@@ -344,6 +385,15 @@ def test_two_ranks_agree_on_the_smaller_size_and_train_as_by_hand(
         assert {size for size, _ in result["shapes"]} == {result["size"]}
         assert result["limited_by"] == "memory"
         assert result["ran"][-1] == result["size"]
+
+
+def test_two_ranks_share_the_batches_of_a_budget_out(ranks):
+    (budget, *_), (other, *_) = (rank["budget"] for rank in ranks)
+    shares = [rank["budget"][1] for rank in ranks]
+    assert budget == other == 1000
+    assert len(shares[0]) == len(shares[1])
+    assert sum(rows for share in shares for rows, _ in share) == 200
+    assert all(rows * tokens <= budget for share in shares for rows, tokens in share)
 
 
 def test_on_two_ranks_an_error_of_one_ends_both_with_its_cause(ranks):

@@ -54,6 +54,16 @@ def test_training_is_that_of_the_size_given_by_hand(case):
     assert ours["log"][0]["num_tokens"] > 0, "counts of the trials would be in it"
 
 
+def test_batches_of_a_budget_of_tokens_need_input_ids():
+    made = autobatch(trl_trainer("SFT"), budget="tokens", max_batch_size=500)
+    made.train()
+    sizes = [batch["input_ids"].numel() for batch in made.get_train_dataloader()]
+    assert made.args.per_device_train_batch_size == 500
+    assert max(sizes) <= 500
+    with pytest.raises(AutoBatchError, match="input_ids"):
+        autobatch(trl_trainer("Reward"), budget="tokens").train()
+
+
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward"])
 def test_the_worst_batch_is_that_of_the_longest_texts(name):
     look, _ = trial_data(trl_trainer(name), "train", None, 1.0)

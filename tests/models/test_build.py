@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import safetensors.torch
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.builtin import TAXONOMY
 from linnaeus.data.bundle import DataBundle, collate_pairs
-from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.models.build import build_model, set_gradient_checkpointing
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.model_spec import ModelSpec
@@ -25,9 +21,7 @@ FAMILIES = ("test_resnet", "test_vit", "test_convnext", "test_efficientnet")
 
 
 class Recorder(nn.Module):
-    def __init__(
-        self, width: int, num_classes: Any, in_chans: int = 0, img_size: Any = None
-    ) -> None:
+    def __init__(self, width, num_classes, in_chans=0, img_size=None):
         super().__init__()
         self.given = (width, num_classes, in_chans, img_size)
 
@@ -42,9 +36,7 @@ class Recorder(nn.Module):
         ("test_resnet", 3, (32, 32)),
     ],
 )
-def test_channels_and_size_come_from_the_data(
-    name: str, in_chans: int, img_size: tuple[int, int]
-) -> None:
+def test_channels_and_size_come_from_the_data(name, in_chans, img_size):
     model = build(name, in_chans=in_chans, img_size=img_size)
     outputs = model(torch.randn(2, in_chans, *img_size))
     assert [tuple(logits.shape) for logits in outputs] == [(2, 2), (2, 3)]
@@ -52,7 +44,7 @@ def test_channels_and_size_come_from_the_data(
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_model_is_built_from_the_seed_in_training_mode_and_its_statistics_untouched() -> None:
+def test_a_model_is_built_from_the_seed_in_training_mode_and_its_statistics_untouched():
     """The features have been looked at, but in no way that shows."""
     model, again = build(), build().state_dict()
     assert all(module.training for module in model.modules())
@@ -62,7 +54,7 @@ def test_a_model_is_built_from_the_seed_in_training_mode_and_its_statistics_unto
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
 
 
-def test_heads_see_dropped_features_in_training_only() -> None:
+def test_heads_see_dropped_features_in_training_only():
     model, images = (
         HierarchicalClassifier(nn.Flatten(), 4, [2, 3], drop_rate=0.5),
         torch.ones(64, 1, 2, 2),
@@ -71,7 +63,7 @@ def test_heads_see_dropped_features_in_training_only() -> None:
     assert torch.equal(model.eval()(images)[1], model.heads[1](torch.ones(64, 4)))
 
 
-def save(state: dict[str, Tensor], path: Path) -> None:
+def save(state, path):
     if path.suffix == ".safetensors":
         safetensors.torch.save_file(state, path)
     else:
@@ -85,9 +77,7 @@ def save(state: dict[str, Tensor], path: Path) -> None:
         ("test_resnet", 0, "weights.safetensors"),
     ],
 )
-def test_weights_come_from_a_local_file(
-    tmp_path: Path, name: str, num_classes: int, file: str
-) -> None:
+def test_weights_come_from_a_local_file(tmp_path, name, num_classes, file):
     torch.manual_seed(7)
     source = timm.create_model(name, num_classes=num_classes, **size_of(name))
     save(source.state_dict(), tmp_path / file)
@@ -99,32 +89,32 @@ def test_weights_come_from_a_local_file(
     )
 
 
-def size_of(name: str) -> dict[str, int]:
+def size_of(name):
     return {"img_size": 64} if name == "test_vit" else {}
 
 
-def test_weights_fit_other_channels_and_another_size(tmp_path: Path) -> None:
+def test_weights_fit_other_channels_and_another_size(tmp_path):
     torch.manual_seed(7)
     source = timm.create_model("test_vit", img_size=160)
     torch.save(source.state_dict(), tmp_path / "weights.pth")
     model = build("test_vit", in_chans=1, img_size=(32, 48), WEIGHTS=str(tmp_path / "weights.pth"))
     assert model.backbone.pos_embed.shape[1] == 1 + 2 * 3  # type: ignore[union-attr]
-    found: Tensor = model.backbone.patch_embed.proj.weight  # type: ignore[union-attr, assignment]
+    found = model.backbone.patch_embed.proj.weight  # type: ignore[union-attr, assignment]
     torch.testing.assert_close(found, source.patch_embed.proj.weight.sum(1, keepdim=True))
     assert torch.equal(model.backbone.blocks[0].mlp.fc1.weight, source.blocks[0].mlp.fc1.weight)  # type: ignore[index, union-attr]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_gradient_checkpointing_recomputes_and_changes_no_gradient(name: str) -> None:
+def test_gradient_checkpointing_recomputes_and_changes_no_gradient(name):
     images = torch.randn(2, 3, 64, 64)
     gradients, num_saved = [], []
     for checkpointing in (False, True):
         model = build(name)
         if checkpointing:
             set_gradient_checkpointing(model)
-        saved: list[int] = []
+        saved = []
 
-        def pack(tensor: Tensor, saved: list[int] = saved) -> Tensor:
+        def pack(tensor, saved=saved):
             saved.append(tensor.numel())
             return tensor
 
@@ -140,9 +130,7 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient(name: str) ->
 @pytest.mark.parametrize(
     ("taxonomy", "num_classes"), [(ONE_LEVEL, 3), (TWO_LEVELS, {"family": 2, "species": 3})]
 )
-def test_a_users_model_is_offered_what_the_data_is_like(
-    taxonomy: Taxonomy, num_classes: Any
-) -> None:
+def test_a_users_model_is_offered_what_the_data_is_like(taxonomy, num_classes):
     node = {"_target_": f"{__name__}.Recorder", "width": 7, "in_chans": 9}
     model, _ = build_model(node, taxonomy=taxonomy, in_chans=1, img_size=(32, 48))
     assert isinstance(model, Recorder)
@@ -150,7 +138,7 @@ def test_a_users_model_is_offered_what_the_data_is_like(
     assert type(model.given[1]) is type(num_classes)
 
 
-def test_a_model_of_a_folder_is_built_without_the_folder(tmp_path: Path) -> None:
+def test_a_model_of_a_folder_is_built_without_the_folder(tmp_path):
     folder = tmp_path / "weights"
     source = timm.create_model("test_vit", pretrained=False, img_size=32, in_chans=1)
     timm.models.save_for_hf(

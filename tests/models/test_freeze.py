@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 from fnmatch import fnmatchcase
-from typing import Any
 
 import pytest
 import torch
@@ -12,28 +11,28 @@ from torch import nn
 
 from linnaeus.config.schema import ModelConfig
 from linnaeus.models.build import batchnorm_kind
-from linnaeus.models.freeze import Freezing, build_freezing
+from linnaeus.models.freeze import build_freezing
 from linnaeus.models.hierarchical import HierarchicalClassifier
 
 
-def make_model() -> HierarchicalClassifier:
+def make_model():
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     backbone = nn.Sequential(layer, nn.Linear(4, 4), nn.BatchNorm1d(4))
     return HierarchicalClassifier(backbone, 4, [2, 3], drop_rate=0.5)
 
 
-def frozen(model: nn.Module, freeze: Any, unfreeze_epoch: int | None = None) -> Freezing:
+def frozen(model, freeze, unfreeze_epoch=None):
     freezing = build_freezing(ModelConfig(FREEZE=freeze), model, unfreeze_epoch)
     freezing.freeze()
     return freezing
 
 
-def trainable(model: nn.Module) -> set[str]:
+def trainable(model):
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def in_eval(model: nn.Module) -> set[str]:
+def in_eval(model):
     return {name for name, module in model.named_modules() if not module.training}
 
 
@@ -68,9 +67,7 @@ def in_eval(model: nn.Module) -> set[str]:
     ],
     ids=["none", "backbone", "a layer", "a list", "parts of modules"],
 )
-def test_patterns_choose_parameters_and_whole_modules_stay_in_eval(
-    freeze: Any, names: set[str], modules: set[str]
-) -> None:
+def test_patterns_choose_parameters_and_whole_modules_stay_in_eval(freeze, names, modules):
     model = make_model()
     everything = trainable(model)
     freezing = frozen(model, freeze)
@@ -88,7 +85,7 @@ def test_patterns_choose_parameters_and_whole_modules_stay_in_eval(
     assert (trainable(model), in_eval(model)) == (everything, set())
 
 
-def test_frozen_batchnorm_keeps_its_statistics_and_nothing_is_dropped() -> None:
+def test_frozen_batchnorm_keeps_its_statistics_and_nothing_is_dropped():
     model, images = make_model(), torch.randn(8, 4)
     freezing = frozen(model, "backbone")
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -101,7 +98,7 @@ def test_frozen_batchnorm_keeps_its_statistics_and_nothing_is_dropped() -> None:
     assert batchnorm_kind(model) == "local"
 
 
-def test_epochs_are_counted_from_one() -> None:
+def test_epochs_are_counted_from_one():
     freezing = frozen(make_model(), "backbone", 3)
     assert [freezing.ends_within(epochs) for epochs in (1, 2, 3, 4)] == [False, False, True, True]
     assert not frozen(make_model(), "backbone").ends_within(99)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from linnaeus.inference.trained import load_run
 from linnaeus.models.weights import read_weights
-from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
+from tests.helpers.runs import SMALL, assert_same_bits, weights
 
 pytest.importorskip("peft")
 OPTIONS = (*SMALL, "MODEL.NAME=test_vit", "MODEL.LORA.RANK=4", "MODEL.LORA.ALPHA=8")
 
 
-def test_adapters_train_resume_and_are_merged(run: Run, tmp_path: Path) -> None:
+def test_adapters_train_resume_and_are_merged(run, tmp_path):
     options = (
         *OPTIONS,
         "MODEL.LORA.DROPOUT=0.1",
@@ -55,9 +54,7 @@ def test_adapters_train_resume_and_are_merged(run: Run, tmp_path: Path) -> None:
     assert_same_bits(saved.backbone, own)
 
 
-def test_a_run_that_cannot_be_adapted_ends_with_one_error(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_cannot_be_adapted_ends_with_one_error(run, monkeypatch):
     for wrong, named in (
         (("MODEL.FREEZE=backbone",), "MODEL.FREEZE"),
         (("TRAIN.UNFREEZE_EPOCH=2",), "TRAIN.UNFREEZE_EPOCH"),

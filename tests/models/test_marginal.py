@@ -8,7 +8,6 @@ from itertools import pairwise
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.models.hierarchical import MarginalHead
@@ -18,12 +17,10 @@ from tests.helpers.small_models import build
 Parents = tuple[tuple[int, ...], ...]
 
 COUNTS = (2, 4, 6)
-NESTED: Parents = ((0, 0, 1, 1), (0, 0, 1, 2, 3, 3))
+NESTED = ((0, 0, 1, 1), (0, 0, 1, 2, 3, 3))
 
 
-def make_head(
-    parents: Parents = NESTED, counts: tuple[int, ...] = COUNTS, scale: float = 1
-) -> MarginalHead:
+def make_head(parents=NESTED, counts=COUNTS, scale=1):
     torch.manual_seed(0)
     head = MarginalHead(5, counts, parents).double()
     with torch.no_grad():
@@ -31,13 +28,13 @@ def make_head(
     return head
 
 
-def features(num_samples: int = 3) -> Tensor:
+def features(num_samples=3):
     return torch.randn(
         num_samples, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
 
 
-def by_hand(head: MarginalHead, inputs: Tensor, parents: Parents) -> list[Tensor]:
+def by_hand(head, inputs, parents):
     """Probabilities of each level: each leaf's goes to itself and to all classes above it, one by one."""
     counts = head.num_classes
     levels = [torch.zeros(len(inputs), count, dtype=torch.float64) for count in counts]
@@ -58,7 +55,7 @@ def by_hand(head: MarginalHead, inputs: Tensor, parents: Parents) -> list[Tensor
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_any_taxonomy_agrees(seed: int, counts: list[int]) -> None:
+def test_any_taxonomy_agrees(seed, counts):
     draw = random.Random(seed)
     parents = tuple(
         tuple(draw.choice([UNKNOWN, *range(above)]) for _ in range(count))
@@ -69,7 +66,7 @@ def test_any_taxonomy_agrees(seed: int, counts: list[int]) -> None:
         torch.testing.assert_close(output.exp(), expected)
 
 
-def test_very_sure_outputs_are_finite_and_so_are_their_gradients() -> None:
+def test_very_sure_outputs_are_finite_and_so_are_their_gradients():
     head = make_head(scale=1e4)
     outputs = head(features())
     assert max(float(-output.detach().min()) for output in outputs) > 1e3
@@ -82,7 +79,7 @@ def test_very_sure_outputs_are_finite_and_so_are_their_gradients() -> None:
     assert torch.isfinite(head.leaves.weight.grad).all()
 
 
-def test_a_coarse_label_alone_trains_the_leaves_below_it() -> None:
+def test_a_coarse_label_alone_trains_the_leaves_below_it():
     head = make_head()
     targets = torch.tensor([[1, UNKNOWN, UNKNOWN]] * 3)
     TaxonomicCrossEntropy(["a", "b", "c"], [1.0] * 3)(head(features()), targets).backward()
@@ -91,7 +88,7 @@ def test_a_coarse_label_alone_trains_the_leaves_below_it() -> None:
     assert rise.tolist() == [False, False, False, True, True, True]
 
 
-def test_the_head_is_chosen_by_its_key_and_a_checkpoint_holds_its_weights_alone() -> None:
+def test_the_head_is_chosen_by_its_key_and_a_checkpoint_holds_its_weights_alone():
     marginal, independent = build(HEAD="marginal"), build()
     assert isinstance(marginal.heads, MarginalHead)
     assert (marginal.gives_log_probabilities, independent.gives_log_probabilities) == (True, False)

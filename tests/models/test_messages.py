@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import timm
 import torch
@@ -13,22 +10,22 @@ from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.models.build import build_model, set_gradient_checkpointing
 from linnaeus.models.freeze import build_freezing
 from linnaeus.models.preprocessing import with_preprocessing
-from tests.helpers.messages import Golden, error_of
+from tests.helpers.messages import error_of
 from tests.helpers.small_models import ONE_LEVEL, TWO_LEVELS, build, built
 from tests.helpers.trained import save_run, spec_of
 
 OWN = f"{__name__}.not_a_module"
 
 
-def not_a_module() -> dict[str, int]:
+def not_a_module():
     return {}
 
 
-def own(node: Any, **facts: Any) -> None:
+def own(node, **facts):
     build_model(node, **{"taxonomy": TWO_LEVELS, "in_chans": 3, "img_size": (32, 32), **facts})
 
 
-KEYS: dict[str, dict[str, Any]] = {
+KEYS = {
     "name, misspelt": {"name": "test_resnt"},
     "name, like none": {"name": "zzzzzz"},
     "tag": {"name": "test_resnet.foo"},
@@ -41,7 +38,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "size of images": {"name": "test_vit", "img_size": (30, 30)},
     "marginal head": {"HEAD": "marginal", "taxonomy": Taxonomy(TWO_LEVELS.levels)},
 }
-FREEZING: dict[str, Any] = {
+FREEZING = {
     "module": "bacbone",
     "list": ["backbone", "heads.1"],
     "everything": "*",
@@ -50,7 +47,7 @@ FREEZING: dict[str, Any] = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A folder as the hub has it."""
     path = tmp_path / "hub"
     torch.manual_seed(3)
@@ -58,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def of_files(folder: Path, tmp_path: Path) -> dict[str, str]:
+def of_files(folder, tmp_path):
     state = timm.create_model("test_resnet").state_dict()
     files = {
         "another model": timm.create_model("test_vit").state_dict(),
@@ -88,9 +85,7 @@ def of_files(folder: Path, tmp_path: Path) -> dict[str, str]:
     return found
 
 
-def test_messages(
-    golden: Golden, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages(golden, folder, tmp_path, monkeypatch):
     messages = {f"error: {title}": error_of(build, **keys) for title, keys in KEYS.items()}
     messages["error: no labels"] = error_of(own, ModelConfig(), taxonomy=None)
     messages["error: no images"] = error_of(own, ModelConfig(), in_chans=None, img_size=None)
@@ -109,7 +104,7 @@ def test_messages(
     )
     messages |= {f"error: {title}": text for title, text in of_files(folder, tmp_path).items()}
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_, **__):
         raise ConnectionError("connection refused")
 
     monkeypatch.setattr("timm.models._hub.hf_hub_download", refuse)
@@ -140,7 +135,7 @@ def test_messages(
     golden("models", messages, folder=folder, tmp=tmp_path, here=__name__)
 
 
-def saved_heads(folder: Path, taxonomy: Taxonomy) -> Path:
+def saved_heads(folder, taxonomy):
     """A state dict of a whole model, which does not name its classes."""
     torch.save(build(taxonomy=taxonomy).state_dict(), folder / "whole.pth")
     return folder / "whole.pth"

@@ -8,19 +8,17 @@ import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
 import torch
 from timm.utils import CheckpointSaver
-from torch import Tensor, nn
+from torch import nn
 
 from linnaeus.config.schema import DataConfig, ModelConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.inference.trained import load_run
 from linnaeus.models.build import build_model
-from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.preprocessing import with_preprocessing
 from linnaeus.runtime.errors import ConfigError
 from tests.helpers.small_models import ONE_LEVEL, built
@@ -35,7 +33,7 @@ MORE_NAMES = Taxonomy(
 )
 
 
-def source_model(seed: int = 7, in_chans: int = 3) -> HierarchicalClassifier:
+def source_model(seed=7, in_chans=3):
     model, _ = built(seed=seed, in_chans=in_chans)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -44,20 +42,18 @@ def source_model(seed: int = 7, in_chans: int = 3) -> HierarchicalClassifier:
     return model
 
 
-def checkpoint(
-    model: nn.Module, average: nn.Module | None = None, spec: Taxonomy | None = None
-) -> Any:
-    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": {}}
+def checkpoint(model, average=None, spec=None):
+    state = {"model": model.state_dict(), "optimizer": {}}
     if average is not None:
         state["ema"] = {"module": average.state_dict(), "num_updates": 3}
-    content: dict[str, Any] = {"progress": {"epoch": 12, "samples": 0}, "state": state}
+    content = {"progress": {"epoch": 12, "samples": 0}, "state": state}
     if spec is not None:
         levels = [{"name": level.name, "classes": list(level.classes)} for level in spec.levels]
         content["model_spec"] = {"taxonomy": {"levels": levels}}
     return content
 
 
-def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path: Path) -> None:
+def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
     last, best = source_model(1, in_chans=1), source_model(2, in_chans=1)
@@ -88,9 +84,7 @@ def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path: Path) -
         (None, ONE_LEVEL, ["species"]),
     ],
 )
-def test_heads_are_copied_where_the_classes_are_the_same(
-    tmp_path: Path, spec: Taxonomy | None, taxonomy: Taxonomy, new: list[str]
-) -> None:
+def test_heads_are_copied_where_the_classes_are_the_same(tmp_path, spec, taxonomy, new):
     source = source_model()
     torch.save(checkpoint(source, spec=spec), tmp_path / "a.pt")
     model, line = built(taxonomy=taxonomy, WEIGHTS=str(tmp_path / "a.pt"))
@@ -101,7 +95,7 @@ def test_heads_are_copied_where_the_classes_are_the_same(
     assert ("by class names" in line) == (spec is not None and len(new) < len(taxonomy.levels))
     assert ("does not name them" in line) == (spec is None and len(new) < len(taxonomy.levels))
     for index, level in enumerate(taxonomy.levels):
-        weight: Tensor = model.heads[index].weight
+        weight = model.heads[index].weight
         if level.name in new:
             assert torch.equal(weight, untrained.heads[index].weight)
             continue
@@ -117,13 +111,9 @@ def test_heads_are_copied_where_the_classes_are_the_same(
 @pytest.mark.parametrize(
     ("prefix", "nested"), [("", None), ("module.", "state_dict"), ("_orig_mod.module.", "model")]
 )
-def test_state_dicts_of_a_whole_model_in_their_wrappings(
-    tmp_path: Path, prefix: str, nested: str | None
-) -> None:
+def test_state_dicts_of_a_whole_model_in_their_wrappings(tmp_path, prefix, nested):
     source = source_model()
-    state: dict[str, Any] = {
-        f"{prefix}{name}": value for name, value in source.state_dict().items()
-    }
+    state = {f"{prefix}{name}": value for name, value in source.state_dict().items()}
     torch.save(state if nested is None else {nested: state, "epoch": 3}, tmp_path / "a.pth")
     model, line = built(WEIGHTS=str(tmp_path / "a.pth"))
     assert (prefix in line, "backbone" in line) == (True, False)
@@ -133,12 +123,12 @@ def test_state_dicts_of_a_whole_model_in_their_wrappings(
     )
 
 
-def random_state(seed: int, name: str = "test_resnet") -> dict[str, Tensor]:
+def random_state(seed, name="test_resnet"):
     torch.manual_seed(seed)
     return timm.create_model(name, num_classes=5).state_dict()
 
 
-def is_loaded(model: HierarchicalClassifier, state: dict[str, Tensor]) -> bool:
+def is_loaded(model, state):
     own = model.backbone.state_dict()
     return all(torch.equal(tensor, state[name]) for name, tensor in own.items())
 
@@ -150,9 +140,9 @@ def is_loaded(model: HierarchicalClassifier, state: dict[str, Tensor]) -> bool:
     "prefix",
     ["", "model.", "net.", "encoder.", "timm_model.", "model.backbone.", "module._orig_mod.a.b."],
 )
-def test_backbones_load_from_any_nesting_and_prefix(tmp_path: Path, key: str, prefix: str) -> None:
+def test_backbones_load_from_any_nesting_and_prefix(tmp_path, key, prefix):
     state = random_state(7)
-    content: Any = {f"{prefix}{name}": tensor for name, tensor in state.items()}
+    content = {f"{prefix}{name}": tensor for name, tensor in state.items()}
     content["criterion.weight"] = torch.ones(3)
     for part in reversed(key.split(".") if key else []):
         content = {
@@ -168,7 +158,7 @@ def test_backbones_load_from_any_nesting_and_prefix(tmp_path: Path, key: str, pr
     assert all(f"{part}." in line for part in prefix.split(".") if part)
 
 
-def test_wrappers_of_inner_modules_are_left_out(tmp_path: Path) -> None:
+def test_wrappers_of_inner_modules_are_left_out(tmp_path):
     state = random_state(7)
     wrapped = {name.replace("layer1.", "layer1._orig_mod."): each for name, each in state.items()}
     torch.save(wrapped, tmp_path / "a.pt")
@@ -176,7 +166,7 @@ def test_wrappers_of_inner_modules_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("average", ["state_dict_ema", "model_ema", "ema", "swa_model"])
-def test_a_whole_average_is_taken_before_the_weights(tmp_path: Path, average: str) -> None:
+def test_a_whole_average_is_taken_before_the_weights(tmp_path, average):
     weights, averaged = random_state(7), random_state(8)
     path = tmp_path / "a.pt"
     torch.save({"state_dict": weights, average: averaged}, path)
@@ -189,7 +179,7 @@ def test_a_whole_average_is_taken_before_the_weights(tmp_path: Path, average: st
     assert is_loaded(built(WEIGHTS=str(path))[0], weights)
 
 
-def test_a_prefix_hides_no_names_that_timm_translates(tmp_path: Path) -> None:
+def test_a_prefix_hides_no_names_that_timm_translates(tmp_path):
     """Facebook's names of ConvNeXt, in a module that is called `model`."""
     own = random_state(7, "test_convnext")
     names = {"stem": "downsample_layers.0", "head.norm": "norm", "head.fc": "head"}
@@ -210,7 +200,7 @@ def test_a_prefix_hides_no_names_that_timm_translates(tmp_path: Path) -> None:
     assert "'model.'" in line
 
 
-def test_checkpoints_of_timms_training_script_load(tmp_path: Path) -> None:
+def test_checkpoints_of_timms_training_script_load(tmp_path):
     torch.manual_seed(7)
     source = timm.create_model("test_resnet", num_classes=5)
     saver = CheckpointSaver(
@@ -231,13 +221,11 @@ def test_checkpoints_of_timms_training_script_load(tmp_path: Path) -> None:
 class Hostile:
     """Writes a file where its pickle is loaded with its code."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Path.touch, (Path("touched"),)
 
 
-def test_code_in_a_file_is_named_and_does_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_in_a_file_is_named_and_does_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": random_state(7), "args": Hostile()}, "a.pt")
     with pytest.raises(ConfigError, match=r"pathlib\S*Path\.touch|builtins\.getattr"):
@@ -261,9 +249,7 @@ def test_code_in_a_file_is_named_and_does_not_run(
         ("model_spec.preprocessing", {"size": 5, "decoding": 5}, True),
     ],
 )
-def test_an_odd_checkpoint_is_loaded_or_refused(
-    tmp_path: Path, key: str, value: Any, is_loaded: bool
-) -> None:
+def test_an_odd_checkpoint_is_loaded_or_refused(tmp_path, key, value, is_loaded):
     content = checkpoint(source_model(), spec=BEFORE)
     part, name = key.split(".")
     content[part][name] = value
@@ -274,9 +260,7 @@ def test_an_odd_checkpoint_is_loaded_or_refused(
         built(WEIGHTS=node.WEIGHTS)
 
 
-def test_timm_lists_no_names_in_the_terminal(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_timm_lists_no_names_in_the_terminal(tmp_path, caplog):
     torch.save(random_state(7, "test_vit"), tmp_path / "a.pt")
     with pytest.raises(ConfigError):
         built(WEIGHTS=str(tmp_path / "a.pt"))
@@ -286,7 +270,7 @@ def test_timm_lists_no_names_in_the_terminal(
 
 
 @pytest.mark.parametrize("has_same_names", [True, False])
-def test_heads_of_an_export_are_copied_by_class_names(tmp_path: Path, has_same_names: bool) -> None:
+def test_heads_of_an_export_are_copied_by_class_names(tmp_path, has_same_names):
     source = load_run(save_run(tmp_path / "run", spec_of(taxonomy=PLAIN)), device="cpu")
     file = source.export("safetensors").path
     names = ("corax", "major", "viridis") if has_same_names else ("ant", "bee", "cow")
@@ -300,9 +284,9 @@ def test_heads_of_an_export_are_copied_by_class_names(tmp_path: Path, has_same_n
     assert torch.equal(model.heads[0].weight, head) == has_same_names
 
 
-def test_nothing_is_read_where_a_checkpoint_replaces_the_weights() -> None:
+def test_nothing_is_read_where_a_checkpoint_replaces_the_weights():
     node = ModelConfig(NAME="test_resnet", WEIGHTS="nowhere.pt")
-    data: dict[str, Any] = {"taxonomy": BEFORE, "in_chans": 3, "img_size": (32, 32)}
+    data = {"taxonomy": BEFORE, "in_chans": 3, "img_size": (32, 32)}
     build_model(node, **data, load_weights=False)
     with pytest.raises(ConfigError, match=r"nowhere.pt"):
         build_model(node, **data)
@@ -316,17 +300,17 @@ RESNET |= dict(zip(("MEAN", "STD"), IMAGENET, strict=True))
 LARGE = {**RESNET, "IMG_SIZE": 384, "CROP_FRACTION": 1.0, "MEAN": [0.5] * 3, "STD": [0.5] * 3}
 
 
-def data_of(name: str = "imagefolder", channels: int = 3, **keys: Any) -> DataConfig:
+def data_of(name="imagefolder", channels=3, **keys):
     config = DataConfig(IMG_SIZE=keys.pop("IMG_SIZE", None))
     config.DATASET.NAME, config.DATASET.CHANNELS = name, channels
     return replace(config, AUGMENT=replace(config.AUGMENT, **keys))
 
 
-def values_of(data: DataConfig) -> dict[str, Any]:
+def values_of(data):
     return {key: getattr(data.AUGMENT, key, data.IMG_SIZE) for key in NONE}
 
 
-def pretrained(name: str = "resnet18") -> ModelConfig:
+def pretrained(name="resnet18"):
     return ModelConfig(NAME=name, PRETRAINED=True)
 
 
@@ -362,9 +346,7 @@ def pretrained(name: str = "resnet18") -> ModelConfig:
     ],
     ids=lambda value: None,
 )
-def test_null_takes_the_preprocessing_of_the_weights(
-    node: Any, data: DataConfig, expected: dict[str, Any]
-) -> None:
+def test_null_takes_the_preprocessing_of_the_weights(node, data, expected):
     found, line = with_preprocessing(data, node)
     values = values_of(found)
     assert {key: values[key] for key in expected} == expected
@@ -373,14 +355,14 @@ def test_null_takes_the_preprocessing_of_the_weights(
     assert all(values[key] == given[key] for key in NONE if given[key] is not None)
 
 
-def test_a_file_of_another_program_is_preprocessed_as_timm_says(tmp_path: Path) -> None:
+def test_a_file_of_another_program_is_preprocessed_as_timm_says(tmp_path):
     torch.save(random_state(7), tmp_path / "a.pt")
     node = ModelConfig(NAME="resnet18", WEIGHTS=str(tmp_path / "a.pt"))
     assert values_of(with_preprocessing(data_of(), node)[0]) == RESNET
 
 
 @pytest.mark.parametrize("is_export", [False, True])
-def test_a_run_and_its_export_bring_their_preprocessing(tmp_path: Path, is_export: bool) -> None:
+def test_a_run_and_its_export_bring_their_preprocessing(tmp_path, is_export):
     resizing = {"interpolation": "bicubic", "resize": "letterbox"}
     file = save_run(tmp_path / "run", spec_of(size=(32, 48), resizing=resizing))
     if is_export:
@@ -396,7 +378,7 @@ def test_a_run_and_its_export_bring_their_preprocessing(tmp_path: Path, is_expor
     }
 
 
-def test_a_resumed_run_keeps_its_preprocessing_whatever_the_weights() -> None:
+def test_a_resumed_run_keeps_its_preprocessing_whatever_the_weights():
     augment = {"MEAN": [0.1, 0.2, 0.3], "STD": [0.4, 0.5, 0.6], "RESIZE": "squash"}
     node = ModelConfig(NAME="resnet18", WEIGHTS="nowhere.pt")
     for size in (None, 48):

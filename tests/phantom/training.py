@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional
 
 from linnaeus.config.schema import DistConfig
-from linnaeus.models.file_backed import FileBacked
 from linnaeus.runtime.distributed import World
 from linnaeus.training.sharding import shard
 
@@ -105,7 +104,7 @@ class Training:
                 torch.device(device), world_size=case.shards, local_world_size=case.shards
             )
             config = DistConfig(SHARDING="full", PARAM_DTYPE=kind)
-            shard(self.model, FileBacked(), config, world, with_average=False)
+            shard(self.model, config, world, with_average=False)
         self.model.to(device)
         self._size = getattr(self.model, "default_cfg", {}).get("input_size")
         if "channels-last" in case.features:

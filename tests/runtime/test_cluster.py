@@ -6,9 +6,7 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -50,7 +48,7 @@ class Ended(NamedTuple):
 class Ranks:
     """A torchrun whose ranks may be odd; see `tests.helpers.odd_ranks`. Nothing of it outlives the test."""
 
-    def __init__(self, folder: Path, *argv: str, options: Sequence[str] = TWO, **env: str) -> None:
+    def __init__(self, folder, *argv, options=TWO, **env):
         self.folder = folder
         self.log = folder / f"torchrun{len(list(folder.glob('torchrun*')))}.txt"
         command = ["-m", "torch.distributed.run", *options, "-m", "tests.helpers.odd_ranks", *argv]
@@ -63,20 +61,20 @@ class Ranks:
                 stderr=log,
             )
 
-    def children(self) -> list[psutil.Process]:
+    def children(self):
         with suppress(psutil.Error):
             return psutil.Process(self.process.pid).children(recursive=True)
         return []
 
-    def wait_for(self, path: str) -> None:
+    def wait_for(self, path):
         """Until this file of the folder exists."""
         wait_until((self.folder / path).exists, self.process, self.log)
 
-    def end(self) -> Ended:
+    def end(self):
         """Wait for the end; a job that hangs, or leaves a process behind, fails the test."""
         seen: set[psutil.Process] = set()
 
-        def has_ended() -> bool:
+        def has_ended():
             seen.update(self.children())
             return self.process.poll() is not None
 
@@ -93,12 +91,12 @@ class Ranks:
         return Ended(self.process.returncode, self.log.read_text())
 
 
-def run_job(folder: Path, *argv: str, **env: str) -> Ended:
+def run_job(folder, *argv, **env):
     return Ranks(folder, *JOB, *argv, **env).end()
 
 
 @e2e
-def test_the_sizes_of_the_checkpoint_are_tried_once_and_kept(tmp_path: Path) -> None:
+def test_the_sizes_of_the_checkpoint_are_tried_once_and_kept(tmp_path):
     """The first run finds 8 and 16; the second one may try larger ones and does not."""
     for options in (("TRAIN.EPOCHS=1",), ("TRAIN.EPOCHS=2", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24")):
         ended = run_job(tmp_path, *options)
@@ -114,7 +112,7 @@ def test_the_sizes_of_the_checkpoint_are_tried_once_and_kept(tmp_path: Path) -> 
 
 @e2e
 @pytest.mark.parametrize("odd", ["SHORTER=1:40", "OTHER=1:TRAIN.AUTO_RESUME=False"])
-def test_ranks_with_different_data_or_options_are_refused(tmp_path: Path, odd: str) -> None:
+def test_ranks_with_different_data_or_options_are_refused(tmp_path, odd):
     ended = run_job(tmp_path, **dict([odd.split("=", 1)]))
     assert ended.code != 0
     assert (
@@ -129,8 +127,8 @@ def test_ranks_with_different_data_or_options_are_refused(tmp_path: Path, odd: s
     ids=["srun", "sbatch", "salloc", "sbatch by a task of another step"],
 )
 def test_only_tasks_of_slurm_that_run_side_by_side_without_torchrun_are_refused(
-    monkeypatch: pytest.MonkeyPatch, in_job: str, in_step: str | None, is_refused: bool
-) -> None:
+    monkeypatch, in_job, in_step, is_refused
+):
     """The variables are those of SLURM 22.05."""
     monkeypatch.setenv("SLURM_NTASKS", in_job)
     if in_step is not None:
@@ -143,14 +141,12 @@ def test_only_tasks_of_slurm_that_run_side_by_side_without_torchrun_are_refused(
 
 
 @pytest.mark.parametrize(("step_s", "num_steps"), [(5.0, 1), (0.1, 5), (0.001, 16)])
-def test_ranks_with_slow_steps_look_for_a_signal_after_each(
-    monkeypatch: pytest.MonkeyPatch, step_s: float, num_steps: int
-) -> None:
+def test_ranks_with_slow_steps_look_for_a_signal_after_each(monkeypatch, step_s, num_steps):
     """A launcher ends ranks that have not saved their checkpoint within seconds."""
     seconds, exchanged = 0.0, []
 
     class Two(World):
-        def reduce(self, values: torch.Tensor, how: str = "") -> torch.Tensor:
+        def reduce(self, values, how=""):
             exchanged.append(round(seconds / step_s))
             return values
 
@@ -166,7 +162,7 @@ LONG = ("TRAIN.EPOCHS=12", "DATA.NUM_WORKERS=1")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     assert run_job(folder, *LONG, WANDB_MODE="offline").code == 0
     return folder / "runs/small"
@@ -175,9 +171,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "name", [pytest.param("SIGINT", marks=slow), pytest.param("SIGTERM", marks=e2e)]
 )
-def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
-    tmp_path: Path, undisturbed: Path, name: str
-) -> None:
+def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(tmp_path, undisturbed, name):
     job = Ranks(tmp_path, *JOB, *LONG)
     job.wait_for("runs/small/checkpoints/last.pt")
     job.process.send_signal(signal.Signals[name])
@@ -190,9 +184,7 @@ def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=e2e), pytest.param(1, marks=slow)])
-def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(
-    tmp_path: Path, num_ranks: int
-) -> None:
+def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(tmp_path, num_ranks):
     options = ("--standalone", f"--nproc_per_node={num_ranks}")
     job = Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=400", options=options)
     job.wait_for("runs/small/checkpoints/last.pt")
@@ -204,9 +196,7 @@ def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(
 
 
 @slow
-def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happened(
-    tmp_path: Path,
-) -> None:
+def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happened(tmp_path):
     options = [option for option in JOB if not option.startswith(("MODEL.", "DATA.AUTOBATCH"))]
     options += [
         "MODEL._target_=tests.helpers.odd_ranks.Perceptron",
@@ -218,7 +208,7 @@ def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happe
     ]
     alone, moved = tmp_path / "alone", tmp_path / "moved"
 
-    def run_on(num_ranks: int, folder: Path, **env: str) -> int:
+    def run_on(num_ranks, folder, **env):
         return (
             Ranks(
                 folder, *options, options=("--standalone", f"--nproc_per_node={num_ranks}"), **env
@@ -246,7 +236,7 @@ def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happe
 
 
 @slow
-def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
+def test_two_agents_recover_at_the_first_attempt(tmp_path):
     options = (
         "--nnodes=2",
         "--nproc_per_node=1",
@@ -263,9 +253,7 @@ def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
 
 
 @slow
-def test_a_collective_that_never_ends_tells_what_each_rank_does_and_where_it_is(
-    tmp_path: Path,
-) -> None:
+def test_a_collective_that_never_ends_tells_what_each_rank_does_and_where_it_is(tmp_path):
     ended = run_job(tmp_path, "DIST.TIMEOUT_MINUTES=0.1", FAULT="hang:1:training in epoch 2")
     assert ended.code != 0
     assert re.search(r"\[rank 1\] rank 0: .*DIST.TIMEOUT_MINUTES", ended.text), ended.text
@@ -275,8 +263,8 @@ def test_a_collective_that_never_ends_tells_what_each_rank_does_and_where_it_is(
 
 @pytest.mark.parametrize("is_asked_to_stop", [pytest.param(False, marks=slow), True])
 def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_allowed(
-    tmp_path: Path, is_asked_to_stop: bool
-) -> None:
+    tmp_path, is_asked_to_stop
+):
     """Such as that of a torchrun that is stopped, or another program's port."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
@@ -314,7 +302,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_allowed(
 
 
 @e2e
-def test_ranks_whose_torchrun_is_killed_while_they_import_torch_end(tmp_path: Path) -> None:
+def test_ranks_whose_torchrun_is_killed_while_they_import_torch_end(tmp_path):
     with (tmp_path / "log.txt").open("w") as log:
         torchrun = forks.start(
             ["-m", "torch.distributed.run", *TWO, "-m", "linnaeus.main", *JOB],
@@ -325,7 +313,7 @@ def test_ranks_whose_torchrun_is_killed_while_they_import_torch_end(tmp_path: Pa
             children_fork=False,
         )
 
-    def importing() -> list[psutil.Process]:
+    def importing():
         with suppress(psutil.Error):
             ranks = psutil.Process(torchrun.pid).children()
             return [
@@ -367,9 +355,7 @@ MARKS = {
         for place in PLACES
     ],
 )
-def test_a_fault_ends_all_with_its_cause_and_the_next_start_goes_on(
-    tmp_path: Path, kind: str, rank: int, place: str
-) -> None:
+def test_a_fault_ends_all_with_its_cause_and_the_next_start_goes_on(tmp_path, kind, rank, place):
     ended = run_job(tmp_path, FAULT=f"{kind}:{rank}:{PLACES[place]}")
     assert (tmp_path / "fault_happened").exists(), ended.text
     trains = place in ("in training", "in validation", "while a checkpoint is written")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,7 +15,7 @@ from tests.helpers.consoles import plain_console, terminal
 from tests.helpers.runs import wait_until
 
 
-def show_an_epoch(console: Console | None) -> None:
+def show_an_epoch(console):
     with ProgressBar(console) as progress:
         progress.start("epoch 1/2", total=5)
         progress.advance(3)
@@ -27,18 +26,14 @@ def show_an_epoch(console: Console | None) -> None:
     ("is_terminal", "ci", "expected"),
     [(True, None, True), (True, "false", True), (True, "True", False), (False, None, False)],
 )
-def test_a_person_watches_a_terminal_outside_ci(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, ci: str | None, expected: bool
-) -> None:
+def test_a_person_watches_a_terminal_outside_ci(monkeypatch, is_terminal, ci, expected):
     monkeypatch.delenv("CI", raising=False)
     if ci is not None:
         monkeypatch.setenv("CI", ci)
     assert is_interactive(Console(file=io.StringIO(), force_terminal=is_terminal)) is expected
 
 
-def test_a_terminal_shows_a_bar_and_no_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_shows_a_bar_and_no_lines(tmp_path, monkeypatch):
     console, output = terminal(monkeypatch)
     set_up_logging(tmp_path, rank=0, console=console)
     show_an_epoch(console)
@@ -54,9 +49,7 @@ def test_a_terminal_shows_a_bar_and_no_lines(
 
 
 @pytest.mark.parametrize("where", ["no terminal", "CI"])
-def test_elsewhere_there_is_a_plain_line_and_no_bar(
-    monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_elsewhere_there_is_a_plain_line_and_no_bar(monkeypatch, where):
     console, output = terminal(monkeypatch) if where == "CI" else plain_console()
     monkeypatch.setenv("CI", "true" if where == "CI" else "")
     set_up_logging(None, rank=0, console=console)
@@ -66,15 +59,13 @@ def test_elsewhere_there_is_a_plain_line_and_no_bar(
     assert "\x1b" not in line
 
 
-def test_long_lines_are_not_broken_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_lines_are_not_broken_where_no_terminal_is(capsys):
     make_console().print("x" * 110)
     assert capsys.readouterr().out == "x" * 110 + "\n"
 
 
 @pytest.mark.parametrize("name", ["[unidentified]", "Aves [/sp]", "[red]x[/red] :cat:"])
-def test_what_looks_like_markup_is_printed_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_what_looks_like_markup_is_printed_as_it_is(monkeypatch, name):
     console, output = terminal(monkeypatch)
     console.print(table(f"1 {name}", [f"2 {name}"], [[f"3 {name}"]]))
     console.print(f"4 {name}")
@@ -84,7 +75,7 @@ def test_what_looks_like_markup_is_printed_as_it_is(
     assert all(f"{number} {name}" in output.getvalue() for number in range(1, 7))
 
 
-def test_a_status_line_says_what_is_done_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_line_says_what_is_done_and_for_how_long(monkeypatch):
     monkeypatch.setattr("linnaeus.runtime.console.REFRESHES_PER_S", 100.0)
     console, output = terminal(monkeypatch)
     texts = iter(["first", *["second"] * 10**6])
@@ -99,7 +90,7 @@ def test_a_status_line_says_what_is_done_and_for_how_long(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("has_console", [False, True])
-def test_where_no_terminal_is_there_is_no_status_line(has_console: bool) -> None:
+def test_where_no_terminal_is_there_is_no_status_line(has_console):
     console, output = plain_console()
     with StatusLine(console if has_console else None) as line:
         line.update("trying")

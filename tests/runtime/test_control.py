@@ -9,11 +9,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch.distributed import HashStore, PrefixStore
@@ -30,24 +29,24 @@ from tests.helpers.threads import together
 BROKEN = Failure(1, "broken", 7)
 
 
-def ending(end: Callable[[Failure], object]) -> type[ControlPlane]:
+def ending(end):
     """A control plane that calls a function in place of the end of this process."""
 
     class Ending(ControlPlane):
-        def end_process(self, failure: Failure) -> None:
+        def end_process(self, failure):
             end(failure)
 
     return Ending
 
 
-def fail(plane: ControlPlane) -> Failure:
+def fail(plane):
     return plane.fail(Failure(plane.rank, "broken", 7))
 
 
-def test_exchanges_give_every_rank_its_values_and_leave_few_keys() -> None:
+def test_exchanges_give_every_rank_its_values_and_leave_few_keys():
     store, gathered = HashStore(), list(range(3))
 
-    def work(plane: ControlPlane) -> list[Any]:
+    def work(plane):
         mine = plane.rank
         return [
             (plane.gather((number, mine)), plane.broadcast((number, mine)), plane.collect(mine))
@@ -61,11 +60,11 @@ def test_exchanges_give_every_rank_its_values_and_leave_few_keys() -> None:
     assert len([key for key in store.list_keys() if "value/" in str(key)]) <= 3 * 4
 
 
-def test_a_value_of_megabytes_arrives_whole_and_is_forgotten() -> None:
+def test_a_value_of_megabytes_arrives_whole_and_is_forgotten():
     store = HashStore()
     value = b"0123456789abcdef" * (200 * 1024)
 
-    def work(plane: ControlPlane) -> bool:
+    def work(plane):
         received = plane.broadcast(value if plane.rank == 0 else None)
         plane.gather(None)
         return bool(received == value)
@@ -74,9 +73,7 @@ def test_a_value_of_megabytes_arrives_whole_and_is_forgotten() -> None:
     assert not [key for key in store.list_keys() if "value/0/" in key]
 
 
-def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(caplog):
     caplog.set_level(logging.INFO, "linnaeus.autobatch.ranks")
     main, other = planes(name_of=lambda rank: rank + 2)
     waited: list[tuple[int, str]] = []
@@ -93,7 +90,7 @@ def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(
     assert {record.args[1:] for record in caplog.records} == {(3, "trying 128")}
 
 
-def test_a_rank_that_takes_too_long_is_named_with_what_it_does() -> None:
+def test_a_rank_that_takes_too_long_is_named_with_what_it_does():
     main, other = planes(name_of=lambda rank: rank + 2)
     other.update("trying 128")
     with pytest.raises(OverdueError) as caught:
@@ -102,7 +99,7 @@ def test_a_rank_that_takes_too_long_is_named_with_what_it_does() -> None:
     assert 100 < main.clock.seconds < 102
 
 
-def test_messages_call_a_rank_by_its_name() -> None:
+def test_messages_call_a_rank_by_its_name():
     """A group's ranks 0 and 1 may be the job's 2 and 3."""
     main, other = planes(name_of=lambda rank: rank + 2)
     fail(other)
@@ -114,27 +111,27 @@ def test_messages_call_a_rank_by_its_name() -> None:
 class Watched:
     """A store where something happens once after a look for a key that does not exist."""
 
-    def __init__(self, store: HashStore, key: str) -> None:
+    def __init__(self, store, key):
         self.store, self.key = store, key
         self.event: Callable[[], object] = nothing
 
-    def check(self, keys: list[str]) -> bool:
+    def check(self, keys):
         found = self.store.check(keys)
         if keys == [self.key] and not found:
             event, self.event = self.event, nothing
             event()
         return bool(found)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.store, name)
 
 
-def test_a_value_that_a_rank_sent_before_it_failed_counts() -> None:
+def test_a_value_that_a_rank_sent_before_it_failed_counts():
     """It comes, and the failure after it, between two looks of the rank that waits."""
     store = Watched(HashStore(), "value/0/1")
     main, other = planes(store=store)
 
-    def send_and_fail() -> None:
+    def send_and_fail():
         other.collect("sent")
         fail(other)
 
@@ -144,10 +141,10 @@ def test_a_value_that_a_rank_sent_before_it_failed_counts() -> None:
         main.collect("next")
 
 
-def test_ranks_that_meet_go_on_together_as_often_as_they_do() -> None:
+def test_ranks_that_meet_go_on_together_as_often_as_they_do():
     passed: list[tuple[int, int]] = []
 
-    def work(plane: ControlPlane) -> None:
+    def work(plane):
         for number in range(3):
             plane.barrier("here", 3)
             passed.append((number, plane.rank))
@@ -162,7 +159,7 @@ def test_ranks_that_meet_go_on_together_as_often_as_they_do() -> None:
     assert passed[-1] == (3, 1), "it has waited"
 
 
-def test_a_failure_of_a_rank_frees_those_that_wait_to_meet_it() -> None:
+def test_a_failure_of_a_rank_frees_those_that_wait_to_meet_it():
     main, other = planes()
     script(main, nothing, lambda: fail(other))
     with pytest.raises(JobFailedError) as caught:
@@ -170,7 +167,7 @@ def test_a_failure_of_a_rank_frees_those_that_wait_to_meet_it() -> None:
     assert caught.value.failure == Failure(1, "broken", 7)
 
 
-def test_a_rank_that_others_wait_to_meet_too_long_ends_the_job() -> None:
+def test_a_rank_that_others_wait_to_meet_too_long_ends_the_job():
     main, other = planes(limit_s=100.0)
     other.update("trying 128")
     with pytest.raises(JobFailedError, match="trying 128") as caught:
@@ -180,7 +177,7 @@ def test_a_rank_that_others_wait_to_meet_too_long_ends_the_job() -> None:
         other.check()
 
 
-def test_a_later_error_of_a_rank_gives_way_to_the_first() -> None:
+def test_a_later_error_of_a_rank_gives_way_to_the_first():
     main, other = planes()
     fail(other)
     with pytest.raises(JobFailedError, match="rank 1: broken") as caught:
@@ -192,7 +189,7 @@ def test_a_later_error_of_a_rank_gives_way_to_the_first() -> None:
         other.publish(LinnaeusError("broken"), always_raise=True)
 
 
-def test_the_first_failure_counts_and_stays_until_the_others_have_read_it() -> None:
+def test_the_first_failure_counts_and_stays_until_the_others_have_read_it():
     main, other = planes()
     clock = script(other, nothing, nothing, main.look)
     assert other.fail(BROKEN) == BROKEN
@@ -203,7 +200,7 @@ def test_the_first_failure_counts_and_stays_until_the_others_have_read_it() -> N
     assert deserted.clock.seconds >= exchange.FAREWELL_S
 
 
-def test_a_rank_that_hangs_after_a_failure_is_ended() -> None:
+def test_a_rank_that_hangs_after_a_failure_is_ended():
     """Such as in a collective of NCCL, which ends when all ranks come."""
     ended: list[Failure] = []
     hanging, failing = planes(kind=ending(ended.append))
@@ -224,16 +221,14 @@ def test_a_rank_that_hangs_after_a_failure_is_ended() -> None:
 
 
 @contextmanager
-def as_process(pid: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_process(pid, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: pid)
         yield
 
 
 @pytest.mark.parametrize("is_zombie", [True, False])
-def test_a_rank_whose_process_has_died_is_named(
-    is_zombie: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_process_has_died_is_named(is_zombie, monkeypatch):
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     main, third, other = planes(3)
     with as_process(process.pid, monkeypatch):
@@ -259,9 +254,7 @@ def test_a_rank_whose_process_has_died_is_named(
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_a_silent_rank_that_lives_is_named_and_ends_the_job_after_the_limit(
-    silent: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_silent_rank_that_lives_is_named_and_ends_the_job_after_the_limit(silent, caplog):
     """It may hold the GIL."""
     pair = planes(limit_s=2 * heartbeat.SILENCE_LOOKS * heartbeat.BEAT_S)
     watching = pair[1 - silent]
@@ -280,9 +273,7 @@ def test_a_silent_rank_that_lives_is_named_and_ends_the_job_after_the_limit(
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
-def test_a_rank_whose_process_is_stopped_ends_the_job_and_is_aborted(
-    is_stopped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_process_is_stopped_ends_the_job_and_is_aborted(is_stopped, monkeypatch):
     main, other = planes(kind=partial(JobControl, minutes=10))
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         with as_process(process.pid, monkeypatch):
@@ -300,7 +291,7 @@ def test_a_rank_whose_process_is_stopped_ends_the_job_and_is_aborted(
     assert process.returncode == (-signal.SIGABRT if is_stopped else 0)
 
 
-def test_a_rank_that_beats_or_has_left_is_not_silent(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_beats_or_has_left_is_not_silent(caplog):
     main, other, leaving, _ = planes(4)
     with leaving:
         main.look()
@@ -312,7 +303,7 @@ def test_a_rank_that_beats_or_has_left_is_not_silent(caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
-def test_a_thread_looks_until_the_plane_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_looks_until_the_plane_is_left(monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.001)
     before, has_ended = set(threading.enumerate()), threading.Event()
     store = HashStore()
@@ -324,16 +315,16 @@ def test_a_thread_looks_until_the_plane_is_left(monkeypatch: pytest.MonkeyPatch)
     assert set(threading.enumerate()) <= before
 
 
-def joined(store: Any, num_ranks: int, late: int | None = None) -> list[str]:
+def joined(store, num_ranks, late=None):
     """The name that each rank agrees on; the late one comes once another has paused, waiting for it."""
     has_paused = threading.Event()
 
-    def pause(seconds: float) -> None:
+    def pause(seconds):
         has_paused.set()
 
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=pause)
 
-    def one(rank: int) -> str:
+    def one(rank):
         if rank == late:
             assert has_paused.wait(forks.limit_s)
         return agree_on_attempt(store, rank, num_ranks, 30, clock)
@@ -341,7 +332,7 @@ def joined(store: Any, num_ranks: int, late: int | None = None) -> list[str]:
     return together(*(lambda rank=rank: one(rank) for rank in range(num_ranks)))
 
 
-def test_all_ranks_agree_on_a_name_that_no_earlier_attempt_had() -> None:
+def test_all_ranks_agree_on_a_name_that_no_earlier_attempt_had():
     """Whoever is late, and whatever the number of ranks after a restart."""
     store = HashStore()
     cases = ((3, 0), (3, 1), (3, 2), (2, 0), (4, None))
@@ -351,7 +342,7 @@ def test_all_ranks_agree_on_a_name_that_no_earlier_attempt_had() -> None:
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_what_an_attempt_that_failed_while_joining_has_left_does_not_matter(dead: int) -> None:
+def test_what_an_attempt_that_failed_while_joining_has_left_does_not_matter(dead):
     """One rank of the first attempt laid down its card, or told a name, and died."""
     store = HashStore()
     with pytest.raises(LinnaeusError):
@@ -360,7 +351,7 @@ def test_what_an_attempt_that_failed_while_joining_has_left_does_not_matter(dead
     assert first == second
 
 
-def test_ranks_that_do_not_come_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_do_not_come_are_named(capsys):
     store = HashStore()
     with pytest.raises(LinnaeusError, match=r"rank 1, 2 .*DIST.START_MINUTES"):
         agree_on_attempt(PrefixStore("a", store), 0, 3, 70, Script())

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EDQUOT, EFBIG, ENOSPC, EROFS
-from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
@@ -18,7 +15,7 @@ from tests.helpers.run_files import names
 
 
 @contextmanager
-def full_disk(num_bytes: int) -> Iterator[None]:
+def full_disk(num_bytes):
     """No file can grow beyond this many bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
@@ -31,11 +28,11 @@ def full_disk(num_bytes: int) -> Iterator[None]:
 # --- one file ---
 
 
-def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
 
-    def write(file: BinaryIO) -> None:
+    def write(file):
         file.write(b"half")
         raise ZeroDivisionError
 
@@ -45,7 +42,7 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path
     assert names(tmp_path) == {"file"}
 
 
-def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
     with full_disk(4096), pytest.raises(LinnaeusError, match=os.strerror(EFBIG)):
@@ -54,10 +51,10 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> Non
     assert names(tmp_path) == {"file"}
 
 
-def test_the_reason_is_not_lost_in_an_error_of_the_writers_own(tmp_path: Path) -> None:
+def test_the_reason_is_not_lost_in_an_error_of_the_writers_own(tmp_path):
     """torch turns it into `unexpected pos`."""
 
-    def write(file: BinaryIO) -> None:
+    def write(file):
         try:
             file.write(b"x" * 2**20)
         except OSError as error:
@@ -70,18 +67,18 @@ def test_the_reason_is_not_lost_in_an_error_of_the_writers_own(tmp_path: Path) -
     assert names(tmp_path) == set()
 
 
-def raise_(error: Exception) -> None:
+def raise_(error):
     raise error
 
 
-def test_a_file_is_whole_before_it_replaces_the_other(tmp_path: Path) -> None:
+def test_a_file_is_whole_before_it_replaces_the_other(tmp_path):
     path = tmp_path / "file"
     write_text_atomically(path, "größe")
     assert path.read_text(encoding="utf-8") == "größe"
     write_text_atomically(path, "old")
     seen = []
 
-    def look(temporary: Path) -> None:
+    def look(temporary):
         seen.append((temporary.read_text(), path.read_text()))
 
     write_atomically(path, lambda file: file.write(b"new"), before_replacing=look)
@@ -96,7 +93,7 @@ def test_a_file_is_whole_before_it_replaces_the_other(tmp_path: Path) -> None:
     assert names(tmp_path) == {"file"}
 
 
-def test_a_disk_without_room_is_told_from_other_errors(tmp_path: Path) -> None:
+def test_a_disk_without_room_is_told_from_other_errors(tmp_path):
     folder = tmp_path / "not made yet"
     full, quota, other = (
         OSError(number, os.strerror(number)) for number in (ENOSPC, EDQUOT, EROFS)

@@ -4,8 +4,6 @@ import json
 import logging
 import math
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +21,7 @@ ALONE = World(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path: Path, rank: int) -> None:
+def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path, rank):
     root = logging.getLogger()
     before = list(root.handlers), root.level
     logger = logging.getLogger("linnaeus.trainer")
@@ -47,7 +45,7 @@ def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path: Path, rank: in
 
 
 @pytest.fixture
-def earlier(tmp_path: Path) -> Path:
+def earlier(tmp_path):
     folder = tmp_path / "r1"
     folder.mkdir()
     for name in ("config.yaml", "result.json"):
@@ -57,13 +55,11 @@ def earlier(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_run_that_has_not_begun_leaves_nothing_behind(
-    earlier: Path, begins: bool, keep: bool
-) -> None:
+def test_a_run_that_has_not_begun_leaves_nothing_behind(earlier, begins, keep):
     new = earlier.parent / "group/new"
     for folder in (earlier, new):
 
-        def fail(folder: Path) -> None:
+        def fail(folder):
             with RunFolder(folder, ALONE, keep=keep) as run_folder:
                 logging.getLogger("linnaeus.run").info("early")
                 with pytest.raises(ConfigError):  # another start of this name
@@ -85,7 +81,7 @@ def test_a_run_that_has_not_begun_leaves_nothing_behind(
     assert "early" in (new / "logs/rank0.log").read_text()
 
 
-def test_metrics_are_one_json_object_per_line_on_the_disk_at_once(tmp_path: Path) -> None:
+def test_metrics_are_one_json_object_per_line_on_the_disk_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as file:
         file.write(step=20, epoch=0, split="train", values={"loss": 0.5, "lr": 1e-3})
@@ -99,20 +95,20 @@ def test_metrics_are_one_json_object_per_line_on_the_disk_at_once(tmp_path: Path
     ]
 
 
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
     values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}
     with MetricsFile(path) as file:
         file.write(step=1, epoch=0, split="val", values=values)
 
-    def refuse(constant: str) -> Any:
+    def refuse(constant):
         raise ValueError(f"{constant} is not JSON")
 
     record = json.loads(path.read_text(), parse_constant=refuse)
     assert {name: record[name] for name in values} == {"a": None, "b": None, "c": None, "d": 1.0}
 
 
-def test_steps_that_a_killed_run_will_take_again_stand_once_in_the_metrics(tmp_path: Path) -> None:
+def test_steps_that_a_killed_run_will_take_again_stand_once_in_the_metrics(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as file:
         for step in range(1, 8):
@@ -142,9 +138,7 @@ def test_steps_that_a_killed_run_will_take_again_stand_once_in_the_metrics(tmp_p
     ],
 )
 @pytest.mark.parametrize("at_end", [False, True])
-def test_a_line_that_is_no_record_is_dropped_on_resuming(
-    tmp_path: Path, line: bytes, at_end: bool
-) -> None:
+def test_a_line_that_is_no_record_is_dropped_on_resuming(tmp_path, line, at_end):
     path = tmp_path / "metrics.jsonl"
     records = [
         json.dumps({"step": step, "split": "train", "größe\u2028": 1}, ensure_ascii=False).encode()
@@ -159,9 +153,7 @@ def test_a_line_that_is_no_record_is_dropped_on_resuming(
 
 
 @pytest.mark.parametrize(("within_epoch", "kept"), [(True, ["train"]), (False, ["train", "val"])])
-def test_a_validation_that_is_repeated_stands_once_in_the_metrics(
-    tmp_path: Path, within_epoch: bool, kept: list[str]
-) -> None:
+def test_a_validation_that_is_repeated_stands_once_in_the_metrics(tmp_path, within_epoch, kept):
     """A checkpoint after the last step of an epoch, and one after its validation."""
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as file:
@@ -171,17 +163,17 @@ def test_a_validation_that_is_repeated_stands_once_in_the_metrics(
         assert [json.loads(line)["split"] for line in path.read_text().splitlines()] == kept
 
 
-def fill(folder: Path) -> None:
+def fill(folder):
     """Leave no byte free."""
     with suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(b"x" * 4096)
 
 
-def test_metrics_that_a_full_disk_does_not_take_are_one_clear_error(small_disk: Path) -> None:
+def test_metrics_that_a_full_disk_does_not_take_are_one_clear_error(small_disk):
     path = small_disk / "metrics.jsonl"
 
-    def write() -> None:
+    def write():
         with MetricsFile(path) as file:
             fill(small_disk)
             file.write(step=1, epoch=0, split="train", values={"loss": 1.0})
@@ -199,9 +191,7 @@ def test_metrics_that_a_full_disk_does_not_take_are_one_clear_error(small_disk: 
     assert json.loads(path.read_text())["step"] == 1  # what was there is not lost
 
 
-def test_a_log_file_that_a_full_disk_does_not_take_is_given_up_with_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_file_that_a_full_disk_does_not_take_is_given_up_with_one_line(tmp_path, capfd):
     (tmp_path / "rank0.log").symlink_to("/dev/full")
     console, output = plain_console()
     set_up_logging(tmp_path, rank=0, console=console)
@@ -214,9 +204,7 @@ def test_a_log_file_that_a_full_disk_does_not_take_is_given_up_with_one_line(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_mistake_in_a_log_line_is_not_taken_for_that(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_in_a_log_line_is_not_taken_for_that(tmp_path, capfd):
     set_up_logging(tmp_path, rank=1, console=plain_console()[0])
     logging.getLogger("linnaeus.run").info("%d", "no number")
     logging.getLogger("linnaeus.run").info("next")
@@ -224,10 +212,10 @@ def test_a_mistake_in_a_log_line_is_not_taken_for_that(
     assert "next" in (tmp_path / "rank1.log").read_text()
 
 
-def test_a_full_disk_does_not_take_the_place_of_the_error_under_way(small_disk: Path) -> None:
+def test_a_full_disk_does_not_take_the_place_of_the_error_under_way(small_disk):
     folder = small_disk / "r1"
 
-    def fail() -> None:
+    def fail():
         with RunFolder(folder, ALONE, keep=False) as run_folder:
             run_folder.begin()
             fill(small_disk)

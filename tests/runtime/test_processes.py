@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers import forks
-from tests.helpers.forks import ROOT, Outcome
-from tests.helpers.runs import SMALL, Run
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import SMALL
 from tests.helpers.small_runs import assert_same_states
 
 RESUMABLE = (
@@ -31,7 +29,7 @@ RESUMABLE = (
 pytestmark = pytest.mark.timeout(300)  # whole runs, of which some are quick tests all the same
 
 
-def train(folder: Path, *argv: str, **env: str) -> Outcome:
+def train(folder, *argv, **env):
     """A run that may be killed; see `tests.helpers.odd_ranks`."""
     # The same number of threads as the runs it is compared with: sums depend on it.
     env = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT), **env}
@@ -39,14 +37,14 @@ def train(folder: Path, *argv: str, **env: str) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def never_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def never_killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("never_killed")
     outcome = train(folder)
     assert outcome.code == 0, outcome.err
     return folder / "runs/small"
 
 
-def metrics_of(run: Path) -> list[dict[str, Any]]:
+def metrics_of(run):
     """What the metrics say, without the figures that depend on the machine."""
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [
@@ -54,12 +52,12 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def assert_same_run(run: Path, other: Path) -> None:
+def assert_same_run(run, other):
     assert_same_states(run, other)
     assert metrics_of(run) == metrics_of(other)
 
 
-def kill_again_and_again(folder: Path, events: list[int], *argv: str) -> None:
+def kill_again_and_again(folder, events, *argv):
     """Start a run once for each number, to be killed at that event of the start; then let it end."""
     for event in events:
         outcome = train(folder, *argv, KILL_AT=str(event))
@@ -68,7 +66,7 @@ def kill_again_and_again(folder: Path, events: list[int], *argv: str) -> None:
     assert outcome.code == 0, outcome.err
 
 
-def test_killed_at_any_event_and_resumed(never_killed: Path, tmp_path: Path) -> None:
+def test_killed_at_any_event_and_resumed(never_killed, tmp_path):
     """An epoch has 130 events: 96 + 32 samples and some files and phases."""
     moments = random.Random(0)
     kill_again_and_again(tmp_path, [moments.randrange(90, 130), moments.randrange(130, 230)])
@@ -77,7 +75,7 @@ def test_killed_at_any_event_and_resumed(never_killed: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_a_hundred_times_and_resumed(tmp_path: Path) -> None:
+def test_killed_a_hundred_times_and_resumed(tmp_path):
     """While it starts, trains, validates and writes checkpoints."""
     moments, options = random.Random(0), ("TRAIN.EPOCHS=300", "TRAIN.VALIDATE_EVERY=10")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -94,7 +92,7 @@ def test_killed_a_hundred_times_and_resumed(tmp_path: Path) -> None:
     [False, pytest.param(True, marks=pytest.mark.slow)],
     ids=["forks", "new interpreters"],
 )
-def test_two_processes(torchrun: Run, tmp_path: Path, new_interpreters: bool) -> None:
+def test_two_processes(torchrun, tmp_path, new_interpreters):
     options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8", "TRAIN.EPOCHS=1")
     outcome = torchrun(2, *SMALL, *options, new_interpreters=new_interpreters)
     assert outcome.code == 0, outcome.err
@@ -109,7 +107,7 @@ def test_two_processes(torchrun: Run, tmp_path: Path, new_interpreters: bool) ->
 
 @pytest.mark.e2e
 @pytest.mark.distributed
-def test_a_mistake_ends_all_processes(torchrun: Run) -> None:
+def test_a_mistake_ends_all_processes(torchrun):
     outcome = torchrun(2, *SMALL, "TRAIN.SYNC_BATCHNORM=True")
     assert outcome.code != 0
     assert "TRAIN.SYNC_BATCHNORM" in outcome.err

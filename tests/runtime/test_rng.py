@@ -11,7 +11,6 @@ import torch
 from linnaeus.autobatch.state.rng import preserved_generators, rng_state, set_rng_state
 from linnaeus.config.schema import ExperimentConfig
 from linnaeus.runtime.rng import derive_seed, deterministic, kernels, seed_all, seed_generators
-from tests.helpers.runs import Run
 from tests.helpers.small_runs import PLAIN, Layers
 
 CPU = torch.device("cpu")
@@ -22,11 +21,11 @@ MODES: list[int] = []
 class Spy(Layers):
     """Notes torch's setting, and in a file the seed of this process."""
 
-    def __init__(self, num_classes: int, folder: str = "") -> None:
+    def __init__(self, num_classes, folder=""):
         super().__init__(num_classes)
         self.folder = folder
 
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
+    def forward(self, points):
         MODES.append(torch.get_deterministic_debug_mode())
         if self.folder:
             Path(self.folder, os.environ.get("RANK", "0")).write_text(str(torch.initial_seed()))
@@ -34,18 +33,18 @@ class Spy(Layers):
         return outputs
 
 
-def draws() -> list[float]:
+def draws():
     """Some of everything; an odd number of normal ones, so that a second one lies ready in each generator."""
     normal = torch.randn(3).tolist() + torch.rand(1).tolist()
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *normal]
 
 
-def kernels_now() -> tuple[str, bool]:
+def kernels_now():
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_accelerator_takes_the_kernels_asked_for(device: str) -> None:
+def test_an_accelerator_takes_the_kernels_asked_for(device):
     """The CPU does not: there the setting may change results."""
     before, config = kernels_now(), ExperimentConfig(CUDNN_BENCHMARK=True)
     assert before == ("highest", False)
@@ -54,7 +53,7 @@ def test_an_accelerator_takes_the_kernels_asked_for(device: str) -> None:
     assert kernels_now() == before
 
 
-def test_a_seed_fixes_all_generators() -> None:
+def test_a_seed_fixes_all_generators():
     seed_all(3)
     first = draws()
     seed_all(3)
@@ -63,7 +62,7 @@ def test_a_seed_fixes_all_generators() -> None:
     assert all(a != b for a, b in zip(draws(), first, strict=True))
 
 
-def test_draws_go_on_where_the_state_was_taken() -> None:
+def test_draws_go_on_where_the_state_was_taken():
     seed_all(2**63 - 1)
     draws()
     state = rng_state(CPU)
@@ -74,7 +73,7 @@ def test_draws_go_on_where_the_state_was_taken() -> None:
         assert [draws() for _ in range(3)] == expected
 
 
-def test_generators_go_on_as_if_nothing_had_happened() -> None:
+def test_generators_go_on_as_if_nothing_had_happened():
     seed_generators(4)
     expected = draws()
     seed_generators(4)
@@ -88,13 +87,13 @@ def test_generators_go_on_as_if_nothing_had_happened() -> None:
     assert draws() == expected
 
 
-def fail_inside() -> None:
+def fail_inside():
     with preserved_generators():
         draws()
         raise ZeroDivisionError
 
 
-def test_seeds_are_spread_out() -> None:
+def test_seeds_are_spread_out():
     seeds = {derive_seed(s, e, i) for s in range(10) for e in range(10) for i in range(100)}
     assert len(seeds) == 10_000
     assert len({seed & 0xFFFFFFFF for seed in seeds}) > 9_990
@@ -102,9 +101,7 @@ def test_seeds_are_spread_out() -> None:
     assert derive_seed(0, 1) != derive_seed(1, 0)
 
 
-def test_deterministic_kernels_set_up_cublas(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_deterministic_kernels_set_up_cublas(monkeypatch, request):
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     for before, after in ((None, ":4096:8"), (":16:8", ":16:8")):
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -120,9 +117,7 @@ def test_deterministic_kernels_set_up_cublas(
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize("enabled", [False, True])
-def test_the_callers_setting_is_put_back(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, mode: int, enabled: bool
-) -> None:
+def test_the_callers_setting_is_put_back(request, monkeypatch, mode, enabled):
     """And it is left alone if nothing is enabled."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     request.addfinalizer(lambda: torch.set_deterministic_debug_mode(0))
@@ -132,9 +127,7 @@ def test_the_callers_setting_is_put_back(
     assert torch.get_deterministic_debug_mode() == mode
 
 
-def test_a_run_puts_the_callers_setting_back(
-    run: Run, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_puts_the_callers_setting_back(run, request, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     request.addfinalizer(lambda: torch.set_deterministic_debug_mode(0))
     torch.set_deterministic_debug_mode(1)
@@ -147,7 +140,7 @@ def test_a_run_puts_the_callers_setting_back(
 
 @pytest.mark.e2e
 @pytest.mark.distributed
-def test_no_rank_has_the_stream_of_another_seed(torchrun: Run, tmp_path: Path) -> None:
+def test_no_rank_has_the_stream_of_another_seed(torchrun, tmp_path):
     spy = (*PLAIN, f"MODEL._target_={__name__}.Spy", f"MODEL.folder={tmp_path}", "TRAIN.EPOCHS=1")
     assert torchrun(2, *spy, "EXPERIMENT.SEED=5").code == 0
     first, second = ((tmp_path / rank).read_text() for rank in "01")

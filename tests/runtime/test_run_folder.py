@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,19 +40,19 @@ from tests.helpers import forks
 from tests.helpers.run_files import names
 
 
-def run_of(folder: Path) -> dict[str, Any]:
+def run_of(folder):
     content: dict[str, Any] = json.loads((folder / RUN).read_text())
     return content
 
 
-def taken_and_left(folder: Path) -> Path | None:
+def taken_and_left(folder):
     """What a start without TRAIN.AUTO_RESUME does with an earlier run."""
     aside, claim = move_aside(claim_run_folder(folder))
     claim.release()
     return aside
 
 
-def test_what_is_no_earlier_run_is_used_as_it_is(tmp_path: Path) -> None:
+def test_what_is_no_earlier_run_is_used_as_it_is(tmp_path):
     """An empty folder, the logs of a start that failed, a group of other runs."""
     for number, file in enumerate((None, "logs/rank0.log", "one/config.yaml")):
         folder = tmp_path / "runs" / str(number)
@@ -65,7 +64,7 @@ def test_what_is_no_earlier_run_is_used_as_it_is(tmp_path: Path) -> None:
         assert names(folder) == ({Path(file).parts[0]} if file is not None else set())
 
 
-def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path: Path) -> None:
+def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path):
     for number, own in enumerate((*RUN_FILES, "checkpoints")):
         folder = tmp_path / str(number)
         (folder / "one").mkdir(parents=True)
@@ -78,7 +77,7 @@ def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["file", "file/digits", "nowhere"])
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, name):
     (tmp_path / "file").write_text("")
     (tmp_path / "nowhere").symlink_to("/proc/nowhere")
     with pytest.raises(ConfigError, match=f"EXPERIMENT.OUTPUT_DIR.*{name}"):
@@ -86,14 +85,14 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> Non
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     path = tmp_path / "r1"
     path.mkdir()
     (path / "result.json").touch()
     return path
 
 
-def test_a_folder_in_use_is_refused_and_says_who_uses_it(folder: Path) -> None:
+def test_a_folder_in_use_is_refused_and_says_who_uses_it(folder):
     claim = Claim(folder)
     with pytest.raises(
         FolderInUseError, match=f"EXPERIMENT.NAME: {folder} .*{os.getpid()}.*{socket.gethostname()}"
@@ -105,7 +104,7 @@ def test_a_folder_in_use_is_refused_and_says_who_uses_it(folder: Path) -> None:
     Claim(folder).release()  # the negative control
 
 
-def test_a_claim_goes_from_the_old_folder_to_the_new_one(folder: Path) -> None:
+def test_a_claim_goes_from_the_old_folder_to_the_new_one(folder):
     aside, claim = move_aside(Claim(folder))
     assert aside == folder.with_name("r1.1")
     Claim(aside).release()
@@ -115,7 +114,7 @@ def test_a_claim_goes_from_the_old_folder_to_the_new_one(folder: Path) -> None:
 
 
 @contextmanager
-def other_process(folder: Path) -> Iterator[int]:
+def other_process(folder):
     """A process that has the folder; it is killed at the end."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -134,7 +133,7 @@ def other_process(folder: Path) -> Iterator[int]:
         os.close(writer)
 
 
-def test_a_killed_process_loses_its_claim_and_the_run_keeps_its_id(tmp_path: Path) -> None:
+def test_a_killed_process_loses_its_claim_and_the_run_keeps_its_id(tmp_path):
     folder = tmp_path / "r1"
     with other_process(folder) as pid:
         with pytest.raises(FolderInUseError, match=str(pid)):
@@ -153,9 +152,7 @@ def test_a_killed_process_loses_its_claim_and_the_run_keeps_its_id(tmp_path: Pat
     assert read_state(folder).status == "finished"
 
 
-def test_a_run_shares_the_claim_of_its_worker(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_shares_the_claim_of_its_worker(folder, monkeypatch):
     """It gives nothing up, and a third process has the folder when both are gone."""
     worker = Claim(folder)
     monkeypatch.setenv(SHARED_CLAIM, worker.token)
@@ -173,7 +170,7 @@ def test_a_run_shares_the_claim_of_its_worker(
     Claim(folder).release()
 
 
-def test_a_run_keeps_the_folder_when_its_worker_dies(folder: Path) -> None:
+def test_a_run_keeps_the_folder_when_its_worker_dies(folder):
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     worker = Claim(folder)
     path = folder / CLAIMS / "1"
@@ -188,7 +185,7 @@ def test_a_run_keeps_the_folder_when_its_worker_dies(folder: Path) -> None:
     Claim(folder).release()
 
 
-def elsewhere(folder: Path, age_s: float, **changes: Any) -> None:
+def elsewhere(folder, age_s, **changes):
     """Let a process of another machine have the folder; `age_s` seconds ago it has touched its claim."""
     (folder / CLAIMS).mkdir(exist_ok=True)
     holder = {**vars(Holder.this_process()), "host": "elsewhere", "boot": "other", **changes}
@@ -198,7 +195,7 @@ def elsewhere(folder: Path, age_s: float, **changes: Any) -> None:
     os.utime(path, (now - age_s, now - age_s))
 
 
-def test_a_process_of_another_machine_lives_as_long_as_it_touches_its_claim(folder: Path) -> None:
+def test_a_process_of_another_machine_lives_as_long_as_it_touches_its_claim(folder):
     elsewhere(folder, 0)
     with pytest.raises(FolderInUseError, match="elsewhere"):
         Claim(folder)
@@ -208,9 +205,7 @@ def test_a_process_of_another_machine_lives_as_long_as_it_touches_its_claim(fold
 
 
 @pytest.mark.parametrize("name", [RESTART_TOKEN, "TORCHELASTIC_RUN_ID"])
-def test_a_restarted_container_takes_its_run_over_at_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_restarted_container_takes_its_run_over_at_once(folder, monkeypatch, name):
     elsewhere(folder, 1, restart_token="job 7")
     for other in ("job 8", "none", ""):
         monkeypatch.setenv(name, other)
@@ -228,18 +223,14 @@ def test_a_restarted_container_takes_its_run_over_at_once(
 
 
 @pytest.mark.parametrize("token", ["none", ""])
-def test_processes_without_a_restart_token_have_none_in_common(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, token: str
-) -> None:
+def test_processes_without_a_restart_token_have_none_in_common(folder, monkeypatch, token):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", token)
     elsewhere(folder, 1)
     with pytest.raises(FolderInUseError):
         claim_run_folder(folder, resumes=True)
 
 
-def test_a_job_that_is_not_in_the_queue_has_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_is_not_in_the_queue_has_nothing(folder, monkeypatch):
     queue = {"12_3"}
     monkeypatch.setattr(run_folder, "_queue", lambda moment: [*queue])
     elsewhere(folder, SILENT_S + 60, job="12_3")
@@ -258,9 +249,7 @@ def test_a_job_that_is_not_in_the_queue_has_nothing(
     Claim(folder).release()  # the same job, queued again
 
 
-def test_slurm_is_asked_once_and_without_an_answer_a_job_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_is_asked_once_and_without_an_answer_a_job_lives(tmp_path, monkeypatch):
     squeue = tmp_path / "squeue"
     squeue.write_text(
         f"#!/bin/sh\necho >> {tmp_path}/asked; [ -e {tmp_path}/away ] && exit 1; echo 12_3 7\n"
@@ -275,7 +264,7 @@ def test_slurm_is_asked_once_and_without_an_answer_a_job_lives(
     assert is_queued("8", now=True)
 
 
-def test_of_several_that_see_a_dead_holder_one_takes_the_folder(tmp_path: Path) -> None:
+def test_of_several_that_see_a_dead_holder_one_takes_the_folder(tmp_path):
     """Each winner dies without giving its claim back, and the others try again."""
     folder = tmp_path / "r1"
     for _ in range(5):
@@ -304,10 +293,8 @@ def test_of_several_that_see_a_dead_holder_one_takes_the_folder(tmp_path: Path) 
             os.close(descriptor)
 
 
-def test_a_file_system_without_links_or_locks_is_used(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
+def test_a_file_system_without_links_or_locks_is_used(folder, monkeypatch):
+    def fail(*_):
         raise PermissionError
 
     monkeypatch.setattr(os, "link", fail)
@@ -319,12 +306,10 @@ def test_a_file_system_without_links_or_locks_is_used(
     Claim(folder).release()
 
 
-def test_a_link_that_a_file_system_asks_for_twice_is_made(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_a_file_system_asks_for_twice_is_made(folder, monkeypatch):
     link = os.link
 
-    def made_and_refused(*paths: Path) -> None:
+    def made_and_refused(*paths):
         link(*paths)
         raise FileExistsError
 
@@ -335,7 +320,7 @@ def test_a_link_that_a_file_system_asks_for_twice_is_made(
     claim.release()
 
 
-def test_the_seconds_of_a_run_are_summed(folder: Path) -> None:
+def test_the_seconds_of_a_run_are_summed(folder):
     seconds = 0.0
     for code in (130, 0):
         claim = Claim(folder)
@@ -347,7 +332,7 @@ def test_the_seconds_of_a_run_are_summed(folder: Path) -> None:
         seconds = run_of(folder)["seconds"]
 
 
-def test_the_last_line_is_the_run_s_own(tmp_path: Path) -> None:
+def test_the_last_line_is_the_run_s_own(tmp_path):
     """Not what torchrun says after it."""
     output = tmp_path / OUTPUT
     output.parent.mkdir()
@@ -364,7 +349,7 @@ def test_the_last_line_is_the_run_s_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["renamed", "deleted", "replaced", "taken over"])
-def test_a_run_that_has_lost_its_folder_writes_nothing_more(folder: Path, how: str) -> None:
+def test_a_run_that_has_lost_its_folder_writes_nothing_more(folder, how):
     claim = Claim(folder)
     claim.begin()
     claim.check()
@@ -386,7 +371,7 @@ def test_a_run_that_has_lost_its_folder_writes_nothing_more(folder: Path, how: s
         assert run_of(folder)["id"] != claim.id
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_both_ids(folder: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused_with_both_ids(folder):
     claim = Claim(folder)
     claim.check_id("the id of its checkpoint", folder)
     claim.begin()
@@ -409,7 +394,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_ids(folder: Path) -> N
         (-9, False, "failed"),
     ],
 )
-def test_how_a_run_has_ended(folder: Path, code: int, pruned: bool, expected: str) -> None:
+def test_how_a_run_has_ended(folder, code, pruned, expected):
     claim = Claim(folder)
     claim.begin()
     if code != 0:
@@ -420,7 +405,7 @@ def test_how_a_run_has_ended(folder: Path, code: int, pruned: bool, expected: st
     assert (state.status, state.exit_code, state.reason) == (expected, code, "why")
 
 
-def test_a_claim_is_touched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_is_touched(folder, monkeypatch):
     touched = threading.Event()
     monkeypatch.setattr(run_folder, "BEAT_S", 0.001)
     monkeypatch.setattr(os, "utime", lambda path: touched.set())

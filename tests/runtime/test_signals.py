@@ -14,7 +14,7 @@ INT, TERM = signal.SIGINT, signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_obeyed_at_once_unless_it_is_deferred(number: signal.Signals) -> None:
+def test_a_signal_is_obeyed_at_once_unless_it_is_deferred(number):
     with StopRequest().listening() as request:
         with request.deferred():
             signal.raise_signal(number)
@@ -27,9 +27,7 @@ def test_a_signal_is_obeyed_at_once_unless_it_is_deferred(number: signal.Signals
 @pytest.mark.parametrize(
     ("first", "second", "is_obeyed"), [(INT, INT, True), (TERM, TERM, False), (TERM, INT, False)]
 )
-def test_a_second_ctrl_c_is_obeyed_at_once(
-    first: signal.Signals, second: signal.Signals, is_obeyed: bool
-) -> None:
+def test_a_second_ctrl_c_is_obeyed_at_once(first, second, is_obeyed):
     with StopRequest().listening() as request, request.deferred():
         signal.raise_signal(first)
         try:
@@ -42,9 +40,7 @@ def test_a_second_ctrl_c_is_obeyed_at_once(
 
 
 @pytest.mark.parametrize("number", [INT, TERM])
-def test_ctrl_c_is_answered_before_its_handler_runs(
-    number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_is_answered_before_its_handler_runs(number, capfd):
     """The interpreter writes to the pipe at once, and runs the handler when a call into C has returned."""
     with StopRequest().listening() as request:
         pipe = signal.set_wakeup_fd(-1)
@@ -55,9 +51,7 @@ def test_ctrl_c_is_answered_before_its_handler_runs(
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
-def test_a_signal_to_a_forked_process_is_not_taken_for_one_to_this(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_signal_to_a_forked_process_is_not_taken_for_one_to_this(caplog):
     """Such as SIGTERM to a loader's worker."""
     caplog.set_level("INFO")
     with StopRequest().listening() as request, request.deferred():

@@ -45,7 +45,7 @@ def test_a_sweep_of_runs_over_two_nodes_each(slurm: Cluster, tmp_path: Path) -> 
     assert said.count(QUEUED_AGAIN) == said.count("preempted") == 1, said
     text = (first / "logs/output.txt").read_text()
     assert text.count("resumed") == 1
-    assert "x 2 processes" in text
+    assert "x 2 ranks" in text
     assert "Traceback" not in text
 
     alone = (

@@ -99,7 +99,8 @@ def test_one_job_is_the_default(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("metric", "code"), [("accuracy", 2), ("top1/", 2), ("top1/species", 0), ("loss", 0)]
+    ("metric", "code"),
+    [("accuracy", 2), ("top1/", 2), ("top1/species", 0), ("macro/species", 0), ("loss", 0)],
 )
 @pytest.mark.parametrize("more", [(), ("--search", "optuna", "--trials", "3")])
 def test_a_metric_of_no_validation_is_a_mistake(run, tmp_path, metric, code, more):

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from linnaeus.cli.sweep import SweepOptions, _watch
+from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.run_folder import CLAIMS, OUTPUT, Claim, Holder, LostFolderError, read_state
 from linnaeus.sweep.folder import Sweep
 from linnaeus.sweep.worker import Child
@@ -71,7 +72,7 @@ def times_begun(folder):
 def test_a_sweep_with_a_run_that_fails(run_in_child, run, tmp_path):
     """The second names what is no class, as only a run can see."""
     key, model = "MODEL._target_", "tests.cli.tiny.Perceptron"
-    argv = ("sweep", *TINY, f"{key}={model},{model}s", "--plot", "sweep.svg")
+    argv = ("sweep", *TINY, f"{key}={model},{model}s")
     outcome = run_in_child(*argv)
     assert outcome.code == 1, outcome
     folder = tmp_path / "runs/tiny"
@@ -84,7 +85,7 @@ def test_a_sweep_with_a_run_that_fails(run_in_child, run, tmp_path):
     assert "Traceback" not in outcome.out + outcome.err
     first, second = csv.DictReader((folder / "sweep.csv").read_text().splitlines())
     assert [row["status"] for row in (first, second)] == ["finished", "failed"]
-    assert (tmp_path / "sweep.svg").exists()
+    assert (folder / "sweep.png").exists()
     by_hand = run("compare", "runs", "--output", "again.json")
     assert by_hand.code == 0, by_hand.err
     same, other = json.loads((tmp_path / "again.json").read_text())["runs"]
@@ -116,6 +117,34 @@ def test_a_run_is_refused_in_the_folder_of_a_sweep(run):
     refused = run("train", *TINY)
     assert refused.code == 2
     assert "EXPERIMENT.NAME: runs/tiny" in refused.err
+
+
+def end_run(folder, code):
+    claim = Claim(folder)
+    claim.begin()
+    claim.end(code, "no such model")
+    claim.release()
+
+
+@pytest.mark.parametrize("codes", [(1, 1), (1, 130)])
+def test_a_sweep_that_failed_as_a_whole_can_be_mended(tmp_path, monkeypatch, codes):
+    """A run that was interrupted is kept for its own configuration."""
+    monkeypatch.chdir(tmp_path)
+    sweep = planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
+    for seed, code in enumerate(codes):
+        end_run(sweep.folder / f"EXPERIMENT.SEED={seed}", code)
+    mended = (*TINY, "EXPERIMENT.SEED=0,1", "TRAIN.EPOCHS=3")
+    if 130 in codes:
+        with pytest.raises(ConfigError):
+            planned_sweep(*mended)
+        return
+    assert planned_sweep(*TINY, "EXPERIMENT.SEED=0,1").id == sweep.id, "tried again in its place"
+    again = planned_sweep(*mended)
+    assert again.folder == sweep.folder
+    assert [run.config for run in Sweep.read(again.folder).grid()] == [
+        run.config for run in again.grid()
+    ]
+    assert Sweep.read(tmp_path / "runs/tiny.1").id == sweep.id
 
 
 def test_a_sweep_is_known_by_its_file(tmp_path, run):

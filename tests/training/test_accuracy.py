@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from sklearn.metrics import balanced_accuracy_score, f1_score
 
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.runtime.distributed import World
@@ -22,7 +21,7 @@ PARENTS = (0, 0, 0, 1, 1, 1, 2, 2)
 NUM_SAMPLES = 11
 
 
-def make_taxonomy(parents: tuple[tuple[int, ...], ...] = (PARENTS,)) -> Taxonomy:
+def make_taxonomy(parents=(PARENTS,)):
     names = ("family", "species")
     levels = [
         Level(name, tuple(f"{name}{i}" for i in range(n)))
@@ -31,7 +30,7 @@ def make_taxonomy(parents: tuple[tuple[int, ...], ...] = (PARENTS,)) -> Taxonomy
     return Taxonomy(tuple(levels), parents)
 
 
-def samples() -> tuple[list[Tensor], Tensor, Tensor]:
+def samples():
     """Logits per level, targets with unknown labels, and a loss per sample that adds up without rounding."""
     generator = torch.Generator().manual_seed(3)
     logits = [torch.randn(NUM_SAMPLES, count, generator=generator) for count in NUM_CLASSES]
@@ -43,7 +42,7 @@ def samples() -> tuple[list[Tensor], Tensor, Tensor]:
     return logits, targets, torch.arange(NUM_SAMPLES) / 8
 
 
-def fill(metrics: ClassificationMetrics, indices: Iterable[int], batch_size: int = 4) -> None:
+def fill(metrics, indices, batch_size=4):
     logits, targets, losses = samples()
     for rows in torch.tensor(list(indices), dtype=torch.long).split(batch_size):
         if len(rows):
@@ -52,13 +51,13 @@ def fill(metrics: ClassificationMetrics, indices: Iterable[int], batch_size: int
             )
 
 
-def computed(metrics: ClassificationMetrics) -> dict[str, float]:
+def computed(metrics):
     values = metrics.compute(World(CPU))
     assert values is not None
     return values
 
 
-def computed_by_hand() -> dict[str, float]:
+def computed_by_hand():
     logits, targets, losses = (
         [x.numpy() for x in samples()[0]],
         samples()[1].numpy(),
@@ -71,14 +70,19 @@ def computed_by_hand() -> dict[str, float]:
         hits = best_first == targets[:, level, None]
         values[f"top1/{name}"] = hits[known, :1].any(1).mean()
         values[f"top5/{name}"] = hits[known, :5].any(1).mean()
+        labels, predicted = targets[known, level], best_first[known, 0]
+        values[f"macro/{name}"] = balanced_accuracy_score(labels, predicted)
+        present = np.unique(labels)  # as `evaluate` does
+        values[f"f1/{name}"] = f1_score(labels, predicted, labels=present, average="macro")
     del values["top5/family"]
     parents = np.array(PARENTS)[logits[1].argmax(1)]
     values["consistent"] = (parents == logits[0].argmax(1)).mean()
     return values
 
 
+@pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")
 @pytest.mark.parametrize("batch_size", [1, 4, NUM_SAMPLES])
-def test_values_against_numpy_for_any_batches_since_the_reset(batch_size: int) -> None:
+def test_values_against_numpy_for_any_batches_since_the_reset(batch_size):
     metrics = ClassificationMetrics(make_taxonomy())
     fill(metrics, [0, 1, 2])
     metrics.reset()
@@ -86,10 +90,11 @@ def test_values_against_numpy_for_any_batches_since_the_reset(batch_size: int) -
     expected = computed_by_hand()
     assert all(0 < value < 2 for value in expected.values())
     assert computed(metrics) == pytest.approx(expected, rel=1e-6)
+    assert expected["macro/species"] != expected["top1/species"], "classes are not uneven"
 
 
 @pytest.mark.parametrize(("num_classes", "has_top5"), [(5, False), (6, True)])
-def test_top5_only_where_there_are_more_than_five_classes(num_classes: int, has_top5: bool) -> None:
+def test_top5_only_where_there_are_more_than_five_classes(num_classes, has_top5):
     level = Level("species", tuple(map(str, range(num_classes))))
     metrics = ClassificationMetrics(Taxonomy((level,)))
     logits = torch.arange(float(num_classes)).repeat(2, 1)
@@ -104,7 +109,7 @@ def test_top5_only_where_there_are_more_than_five_classes(num_classes: int, has_
 # --- consistency ---
 
 
-def predict(*classes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def predict(*classes):
     columns = zip(*classes, strict=True)
     coarse, fine = (
         torch.nn.functional.one_hot(torch.tensor(column), count).float()
@@ -122,8 +127,8 @@ def predict(*classes: tuple[int, int]) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_consistent_is_the_share_of_children_under_their_predicted_parent(
-    parents: tuple[tuple[int, ...], ...], classes: list[tuple[int, int]], expected: float | None
-) -> None:
+    parents, classes, expected
+):
     metrics = ClassificationMetrics(make_taxonomy(parents))
     metrics.update(
         predict(*classes), torch.zeros(len(classes), 2, dtype=torch.long), torch.tensor(0.0)
@@ -134,14 +139,14 @@ def test_consistent_is_the_share_of_children_under_their_predicted_parent(
 # --- special cases ---
 
 
-def test_without_a_taxonomy_there_is_only_the_loss() -> None:
+def test_without_a_taxonomy_there_is_only_the_loss():
     metrics = ClassificationMetrics(None)
     metrics.update({"boxes": torch.zeros(3, 4)}, torch.zeros(3, 7), torch.tensor(2.0))
     metrics.update({"boxes": torch.zeros(1, 4)}, torch.zeros(1, 7), torch.tensor(4.0))
     assert computed(metrics) == {"loss": 2.5}
 
 
-def test_a_loss_that_is_not_a_number_is_not_hidden() -> None:
+def test_a_loss_that_is_not_a_number_is_not_hidden():
     metrics = ClassificationMetrics(None)
     for loss in (1.0, math.nan):
         metrics.update(torch.zeros(2, 2), torch.zeros(2, 1), torch.tensor(loss))
@@ -160,9 +165,7 @@ TWO_LEVELS = {"loss": 2.0, "top1/family": 0.9, "top1/species": 0.5, "consistent"
         (TWO_LEVELS, [1.0, 0.0], "top1/family"),  # the species are not learnt
     ],
 )
-def test_the_headline_is_the_finest_level_that_counts_or_the_loss(
-    values: dict[str, float], level_weights: list[float] | None, expected: str
-) -> None:
+def test_the_headline_is_the_finest_level_that_counts_or_the_loss(values, level_weights, expected):
     loss = (
         torch.nn.Module()
         if level_weights is None
@@ -171,11 +174,11 @@ def test_the_headline_is_the_finest_level_that_counts_or_the_loss(
     assert headline([*values], loss) == expected
 
 
-def loss_meter(*, scales: bool = False) -> LossMeter:
+def loss_meter(*, scales=False):
     return LossMeter(World(CPU), torch.amp.GradScaler("cpu", enabled=scales))
 
 
-def test_the_mean_is_over_the_steps_since_the_last_line() -> None:
+def test_the_mean_is_over_the_steps_since_the_last_line():
     meter = loss_meter()
     for loss in (1.0, 2.0, 6.0):
         meter.add(torch.tensor(loss))
@@ -188,7 +191,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
-def test_steps_that_a_scaler_skips_are_left_out_of_the_mean(bad: float) -> None:
+def test_steps_that_a_scaler_skips_are_left_out_of_the_mean(bad):
     meter = loss_meter(scales=True)
     for loss in (1.0, bad, 2.0, bad, 6.0):
         meter.add(torch.tensor(loss))
@@ -204,13 +207,13 @@ def test_steps_that_a_scaler_skips_are_left_out_of_the_mean(bad: float) -> None:
 
 
 @pytest.mark.parametrize("start", [0.0, 1.0])
-def test_gradients_that_always_overflow_end_the_run(start: float) -> None:
+def test_gradients_that_always_overflow_end_the_run(start):
     """Also where the loss is finite: the gradient of a square root at 0 is not."""
     weight = torch.full((1,), start, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight], lr=0.0), torch.amp.GradScaler("cpu")
     meter = LossMeter(World(CPU), scaler)
 
-    def train(num_steps: int) -> None:
+    def train(num_steps):
         for _ in range(num_steps):
             loss = weight.sqrt().sum()
             scaler.scale(loss).backward()

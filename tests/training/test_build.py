@@ -127,7 +127,10 @@ def test_a_marginal_head_trains_and_validates() -> None:
     parts.validation_step(make_batch())
     values = parts.metrics.compute(World(torch.device("cpu")))
     assert values is not None
-    assert values.keys() == {"loss", "top1/shape", "top1/digit", "top5/digit", "consistent"}
+    per_level = {
+        f"{name}/{level}" for name in ("top1", "macro", "f1") for level in ("shape", "digit")
+    }
+    assert values.keys() == per_level | {"loss", "top5/digit", "consistent"}
 
 
 # --- what is frozen ---

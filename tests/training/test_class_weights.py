@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +10,14 @@ import torch
 from sklearn.utils.class_weight import compute_class_weight
 
 from linnaeus.config.load import load_config
+from linnaeus.config.schema import LossConfig
+from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.datasets import build_data
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import ConfigError
-from linnaeus.training.build import Assembly, assemble
-from linnaeus.training.class_weights import class_weights
+from linnaeus.training.build import assemble
+from linnaeus.training.class_weights import class_statistics, class_weights
 from linnaeus.training.losses import TaxonomicLoss
 from tests.helpers.datasets import Samples
 
@@ -23,12 +25,19 @@ TAXONOMY = Taxonomy(
     (Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf", "1")))
 )
 TARGETS = torch.tensor([[0, 0], [0, 0], [0, 1], [1, 2], [1, -1], [-1, -1]])
+DATA = TAXONOMY, TARGETS
 YAML = "family:\n  dogs: 3\nspecies:\n  lynx: 0.5\n  1: 4\n"
 JSON = '{"family": {"dogs": 3}, "species": {"lynx": 0.5, "1": 4}}'
-CSV = "level,class,weight\nfamily,dogs,3\nspecies,lynx,0.5\nspecies,1,4\n"
+SEVERAL = Taxonomy(TAXONOMY.levels[1:], separator=";")
 
 
-def test_balanced_weights_are_those_of_scikit_learn() -> None:
+def statistics(targets=TARGETS, taxonomy=TAXONOMY, **keys):
+    labelled = SimpleNamespace(targets=targets)
+    bundle = DataBundle(labelled, labelled, taxonomy, None, None, collate_pairs)
+    return class_statistics(LossConfig(**keys), bundle)
+
+
+def test_balanced_weights_are_those_of_scikit_learn():
     family, species = class_weights("balanced", TAXONOMY, TARGETS)
     for weights, labels in ((family, [0, 0, 0, 1, 1]), (species, [0, 0, 1, 2])):
         present = np.unique(labels)
@@ -38,23 +47,62 @@ def test_balanced_weights_are_those_of_scikit_learn() -> None:
     assert species[3] == 1  # without a training sample
 
 
-@pytest.mark.parametrize(("name", "text"), [("w.yaml", YAML), ("w.json", JSON), ("w.csv", CSV)])
-def test_weights_of_a_file_have_the_mean_1_over_the_samples(
-    tmp_path: Path, name: str, text: str
-) -> None:
+@pytest.mark.parametrize(("name", "text"), [("w.yaml", YAML), ("w.json", JSON)])
+def test_weights_of_a_file_have_the_mean_1_over_the_samples(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     family, species = class_weights(str(tmp_path / name), TAXONOMY, TARGETS)
     torch.testing.assert_close(family, torch.tensor([1.0, 3.0]) / (9 / 5))
     torch.testing.assert_close(species, torch.tensor([1.0, 0.5, 1.0, 4.0]) / (3.5 / 4))
 
 
-def test_a_class_has_one_weight(tmp_path: Path) -> None:
-    (tmp_path / "w.csv").write_text(CSV + "species,lynx,0.25\n")
-    with pytest.raises(ConfigError, match=r"LOSS\.CLASS_WEIGHTS.*lynx.*0\.5 .*0\.25"):
-        class_weights(str(tmp_path / "w.csv"), TAXONOMY, TARGETS)
+def test_effective_numbers_are_between_equal_and_balanced_weights():
+    """(1 - beta) / (1 - beta ** n) for 3 and 2 samples of a family, scaled to a mean of 1."""
+    (family, _) = statistics(CLASS_WEIGHTS="effective", EFFECTIVE_BETA=0.9)["class_weights"]
+    three, two = 0.1 / 0.271, 0.1 / 0.19
+    mean = (3 * three + 2 * two) / 5
+    assert family.tolist() == pytest.approx([three / mean, two / mean])
+    for beta, other in (
+        (0.0, [1, 1, 1, 1]),
+        (1 - 1e-9, class_weights("balanced", *DATA)[1].tolist()),
+    ):
+        _, species = class_weights("effective", *DATA, beta)
+        assert species.tolist() == pytest.approx(other, rel=1e-6)
 
 
-def assembled(*argv: str) -> Assembly:
+def test_offsets_are_logarithms_of_shares():
+    family, species = statistics(LOGIT_ADJUSTMENT=0.5)["logit_offsets"]
+    assert family.exp().tolist() == pytest.approx([0.6**0.5, 0.4**0.5])
+    # A class without a sample counts as if it had one.
+    assert species.exp().tolist() == pytest.approx([(n / 5) ** 0.5 for n in (2, 1, 1, 1)])
+    unknown = statistics(torch.full((3, 2), -1), LOGIT_ADJUSTMENT=1)["logit_offsets"]
+    assert all(offsets.isfinite().all() for offsets in unknown)
+
+
+def test_weights_of_presence_are_absent_over_present_labels():
+    family, species = statistics(NAME="bce", POS_WEIGHT="balanced")["pos_weights"]
+    assert family.tolist() == pytest.approx([2 / 3, 3 / 2])
+    assert species.tolist() == pytest.approx([1, 3, 3, 1])  # the last one has no sample
+    labels = torch.tensor([[1, 0, 1, -1], [1, 1, 0, 0], [0, 0, -1, 0], [1, 0, 0, 0]])
+    (several,) = statistics(labels, SEVERAL, NAME="bce", POS_WEIGHT="balanced")["pos_weights"]
+    assert several.tolist() == pytest.approx([1 / 3, 3, 2, 1])
+    (fixed,) = statistics(None, SEVERAL, NAME="bce", POS_WEIGHT=4)["pos_weights"]
+    assert fixed.tolist() == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("key", ["CLASS_WEIGHTS=effective", "LOGIT_ADJUSTMENT=1"])
+def test_several_labels_have_no_shares(key):
+    name, value = key.split("=")
+    keys = {name: float(value) if value == "1" else value}
+    with pytest.raises(ConfigError, match=rf"LOSS\.{name}.*several"):
+        statistics(torch.zeros(2, 4), SEVERAL, **keys)
+
+
+def test_sums_over_the_finest_classes_take_no_offsets():
+    with pytest.raises(ConfigError, match=r"LOSS\.LOGIT_ADJUSTMENT.*MODEL\.HEAD"):
+        assembled("DATA.DATASET.NAME=synthetic", "MODEL.HEAD=marginal", "LOSS.LOGIT_ADJUSTMENT=1")
+
+
+def assembled(*argv):
     config = load_config(
         ["EXPERIMENT.DEVICE=cpu", "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=32", *argv]
     ).config
@@ -62,7 +110,7 @@ def assembled(*argv: str) -> Assembly:
     return assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
 
 
-def test_a_run_weights_by_its_own_training_samples() -> None:
+def test_a_run_weights_by_its_own_training_samples():
     dataset = ("DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=200")
     criterion = assembled(*dataset, "LOSS.CLASS_WEIGHTS=balanced").criterion
     assert isinstance(criterion, TaxonomicLoss)
@@ -72,10 +120,10 @@ def test_a_run_weights_by_its_own_training_samples() -> None:
     for level in range(labels.shape[1]):
         counts = labels[:, level].bincount().double()
         expected = (len(labels) / (len(counts) * counts)).float()
-        torch.testing.assert_close(criterion.class_weights(level), expected)
+        torch.testing.assert_close(criterion.statistic("class_weights", level), expected)
 
 
-def test_labels_that_are_not_to_be_had_without_reading_images_are_an_error() -> None:
+def test_labels_that_are_not_to_be_had_without_reading_images_are_an_error():
     own = [
         f"DATA.DATASET.{key}" for key in (f"_target_={Samples.__module__}.Samples", "classes=[a,b]")
     ]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +34,7 @@ from linnaeus.training.report import settings_without_effect
 from linnaeus.training.resume import changes_of, check_changes, check_classes
 from tests.helpers.contents import whole
 from tests.helpers.greedy import SPLIT, greedy, trainer_of
-from tests.helpers.messages import Golden, error_of
+from tests.helpers.messages import error_of
 
 OWN = f"{__name__}.not_a_module"
 TWO_LEVELS = Taxonomy(
@@ -48,11 +46,11 @@ FROZEN = "MODEL.FREEZE=backbone"
 IN_VALIDATION = ("MODEL._target_=tests.helpers.greedy.GreedyInValidation", "MODEL.largest=8")
 
 
-def not_a_module(params: Any = None) -> int:
+def not_a_module(params=None):
     return 3
 
 
-OUT_OF_MEMORY: dict[str, tuple[tuple[str, ...], int]] = {
+OUT_OF_MEMORY = {
     "by default": (greedy(8), 16),
     "one sample": ((SPLIT, "MODEL.largest=-1"), 1),
     "BatchNorm": ((SPLIT, *greedy(1), "MODEL.norm=BatchNorm1d"), 3),
@@ -62,7 +60,7 @@ OUT_OF_MEMORY: dict[str, tuple[tuple[str, ...], int]] = {
 }
 
 
-def out_of_memory(folder: Path, argv: tuple[str, ...], size: int) -> str:
+def out_of_memory(folder, argv, size):
     """The error with which a training ends; what held the memory differs from machine to machine."""
     with trainer_of(folder, *argv, size=size) as trainer:
         text = error_of(trainer.fit)
@@ -70,7 +68,7 @@ def out_of_memory(folder: Path, argv: tuple[str, ...], size: int) -> str:
     return re.sub(r"This process held [^\n]*", "<what held the memory>.", text)
 
 
-def memory() -> dict[str, str]:
+def memory():
     """What held the memory, and where sizes come from."""
     state = StateBytes(parameters=1 << 28, buffers=100)
     parts = {
@@ -103,13 +101,13 @@ def memory() -> dict[str, str]:
     }
 
 
-def state_of(width: int, **options: Any) -> TrainingState:
+def state_of(width, **options):
     model = nn.Linear(width, 2)
     scaler = torch.amp.GradScaler("cpu", enabled=options.get("scaler", True))
     return TrainingState(model, nn.MSELoss(), torch.optim.SGD(model.parameters()), scaler, None)
 
 
-def checkpoints(folder: Path) -> dict[str, str]:
+def checkpoints(folder):
     """Checkpoints that cannot be read, written or used."""
     files = CheckpointFolder(folder)
     folder.mkdir()
@@ -162,11 +160,9 @@ WEIGHTS = {
     "no levels": ("w.yaml", "family: 3\n"),
     "YAML": ("w.yaml", "family: [\n"),
     "JSON": ("w.json", '{"family": 1,}'),
-    "columns": ("w.csv", "class,weight\n"),
-    "cells": ("w.csv", "level,class,weight\nfamily,dogs\n"),
-    "no file": ("absent.csv", ""),
+    "no file": ("absent.yaml", ""),
 }
-LOSSES: dict[str, tuple[Any, Taxonomy | None]] = {
+LOSSES = {
     "weights of levels": (LossConfig(LEVEL_WEIGHTS=[1.0]), TWO_LEVELS),
     "no level": (LossConfig(LEVEL_WEIGHTS=[0.0, 0.0]), TWO_LEVELS),
     "no labels": (LossConfig(), None),
@@ -175,8 +171,10 @@ LOSSES: dict[str, tuple[Any, Taxonomy | None]] = {
     "two levels": ({"_target_": "torch.nn.CrossEntropyLoss"}, TWO_LEVELS),
     "weights as text": ({"_target_": "torch.nn.CrossEntropyLoss", "weight": ["a"]}, ONE_LEVEL),
     "argument": ({"_target_": "torch.nn.CrossEntropyLoss", "WEIGHT": [1.0]}, ONE_LEVEL),
+    "adjustment": (LossConfig(NAME="bce", LOGIT_ADJUSTMENT=1.0), ONE_LEVEL),
+    "presence": (LossConfig(POS_WEIGHT="balanced"), ONE_LEVEL),
 }
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "name": OptimizerConfig(NAME="adamww"),
     "name like none": OptimizerConfig(NAME="qqqqqq"),
     "argument": OptimizerConfig(KWARGS={"moment": 1}),
@@ -198,7 +196,7 @@ NOTES = {
 """Keys without effect, and what gives them one."""
 
 
-def not_finite(*, scales: bool) -> str:
+def not_finite(*, scales):
     """The error with which a training ends whose loss is not finite, or whose gradient scaler collapses."""
     scaler = torch.amp.GradScaler("cpu", enabled=scales, init_scale=2.0**-5)
     meter = LossMeter(World(torch.device("cpu")), scaler)
@@ -206,7 +204,7 @@ def not_finite(*, scales: bool) -> str:
     return error_of(meter.mean)
 
 
-def test_messages(golden: Golden, tmp_path: Path) -> None:
+def test_messages(golden, tmp_path):
     messages = {
         f"loss not finite: {title}": not_finite(scales=scales)
         for title, scales in (("without a scaler", False), ("with a scaler", True))
@@ -258,6 +256,6 @@ def test_messages(golden: Golden, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argv", [[], ["MODEL._target_=a.B", "LOSS._target_=a.C", "OPTIMIZER._target_=a.D"]]
 )
-def test_a_plain_training_has_no_warning(argv: list[str]) -> None:
+def test_a_plain_training_has_no_warning(argv):
     config = load_config(argv).config
     assert list(settings_without_effect(config)) == []

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 import timm
 import torch
 import torch.nn.functional as functional
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import profile
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.functional.classification import multilabel_average_precision, multilabel_f1_score
 
+from linnaeus.config.schema import LossConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.models.hierarchical import HierarchicalClassifier
@@ -24,13 +23,14 @@ from linnaeus.training.accuracy import ClassificationMetrics
 from linnaeus.training.callbacks import CallbackState
 from linnaeus.training.checkpoint import broadcast_state
 from linnaeus.training.ddp import distribute_batchnorm, wrap
+from linnaeus.training.distill import Distillation
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import TaxonomicCrossEntropy
 from linnaeus.training.noise_scale import GradientProbe, NoiseScale
 from linnaeus.training.precision import Precision
 from linnaeus.training.step import TrainStep, ValidationStep
 from tests.helpers.bits import bits
-from tests.helpers.processes import Results, compute, group_of
+from tests.helpers.processes import compute, group_of
 from tests.helpers.small_models import Point, half_square
 
 pytestmark = pytest.mark.distributed
@@ -42,23 +42,24 @@ WORLD_SIZES = (3, 2, 1)
 # --- what the processes do: three are started once, and form groups of three, two and one ---
 
 
-def work(rank: int, folder: str) -> Results:
+def work(rank, folder):
     """All that one process computes."""
-    results: Results = {}
+    results = {}
     for world_size in WORLD_SIZES:
         if rank < world_size:
             with group_of(world_size, rank, folder) as world:
                 results |= gradients(world)
+                results["taught", world_size] = taught(world)
                 results |= validations(world)
                 if world_size == 3:
-                    results["three"] = distributed(world, "reduce")
+                    results["three"] = distributed(world)
                     results["state"] = transferred(world)
                     results["read"] = read_on_main(world)
                     results |= {("passes", how): two_passes(world, how) for how in WRAPPERS}
                 if world_size == 2:
                     results |= metrics_of_seven_levels(world)
                     results["sets"] = fill_sets(ClassificationMetrics(SETS), rank, 2).compute(world)
-                    results |= {how: distributed(world, how) for how in WAYS}
+                    results["distributed"] = distributed(world)
                     results |= {
                         ("stops", stops): trained(world, stops=stops) for stops in (False, True)
                     }
@@ -66,7 +67,7 @@ def work(rank: int, folder: str) -> Results:
     return results
 
 
-def num_collectives(function: Callable[[], Any]) -> int:
+def num_collectives(function):
     """How many collectives of the process group a call runs."""
     with profile() as profiler:
         function()
@@ -74,14 +75,12 @@ def num_collectives(function: Callable[[], Any]) -> int:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+def ranks(tmp_path_factory):
     """What each process has computed, by rank."""
     return compute(__name__, max(WORLD_SIZES), tmp_path_factory.mktemp("ranks"))
 
 
-def plain_step(
-    model: nn.Module, criterion: Any, optimizer: torch.optim.Optimizer, **options: Any
-) -> TrainStep:
+def plain_step(model, criterion, optimizer, **options):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     return TrainStep(model, criterion, optimizer, scaler, Precision(CPU), **options)
 
@@ -89,14 +88,14 @@ def plain_step(
 # --- what rank 0 reads for all ranks ---
 
 
-def read_on_main(world: World) -> list[Any]:
+def read_on_main(world):
     """A large value, which travels over the process group, and a small one, which does not."""
     large = world.on_main(lambda: {"paths": np.arange(2**18).astype("S9"), "name": "birds"})
     small = world.on_main(lambda: {"name": "birds"})
     return [large["paths"].tobytes(), large["name"], large["paths"].flags.writeable, small]
 
 
-def test_arrays_that_rank_0_reads_arrive_whole_on_all_ranks(ranks: list[Results]) -> None:
+def test_arrays_that_rank_0_reads_arrive_whole_on_all_ranks(ranks):
     expected = [np.arange(2**18).astype("S9").tobytes(), "birds", True, {"name": "birds"}]
     assert [results["read"] for results in ranks] == [expected] * 3
 
@@ -112,18 +111,18 @@ LOSSES = {"plain": ((1.0, 1.0), 0.0), "weighted and smoothed": ((1.0, 3.0), 0.1)
 class MeanOverKnownLabels(TaxonomicCrossEntropy):
     """The loss that depends on how a batch is split."""
 
-    def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
+    def _sum(self, logits, target, level):
         known = (target != -1).sum().clamp(min=1)
-        return super()._sum(logits, target, class_weights) * len(target) / known
+        return super()._sum(logits, target, level) * len(target) / known
 
 
-def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(dtype=torch.float32):
     torch.manual_seed(0)
     backbone = nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.LayerNorm(16), nn.Tanh())
     return HierarchicalClassifier(backbone, 16, NUM_CLASSES).to(dtype)
 
 
-def effective_batch(dtype: torch.dtype = torch.float32) -> Batch:
+def effective_batch(dtype=torch.float32):
     """Most of the first samples' labels are unknown; one whole micro-batch has none at the finer level."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(EFFECTIVE_BATCH, NUM_FEATURES, generator=generator).to(dtype)
@@ -135,15 +134,15 @@ def effective_batch(dtype: torch.dtype = torch.float32) -> Batch:
     return Batch(inputs, targets)
 
 
-def gradients(world: World) -> Results:
+def gradients(world):
     """The gradient of one optimizer step and its loss, for each split and each loss."""
-    results: Results = {}
+    results = {}
     for kind, (name, (weights, smoothing)), steps in product(
         (TaxonomicCrossEntropy, MeanOverKnownLabels), LOSSES.items(), ACCUMULATION_STEPS
     ):
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        found: list[Tensor] = []
+        found = []
         optimizer.register_step_pre_hook(
             lambda *_, model=model, found=found: found.extend(
                 p.grad.clone() for p in model.parameters()
@@ -156,7 +155,38 @@ def gradients(world: World) -> Results:
     return results
 
 
-def by_hand(name: str) -> tuple[list[Tensor], float]:
+def taught(world):
+    """The gradients of one step with a teacher."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    optimizer.register_step_pre_hook(
+        lambda *_: found.extend(parameter.grad.clone() for parameter in model.parameters())
+    )
+    torch.manual_seed(1)
+    teacher = HierarchicalClassifier(nn.Linear(NUM_FEATURES, 16), 16, NUM_CLASSES)
+    taxonomy = Taxonomy(
+        tuple(
+            Level(name, tuple(map(str, range(count))))
+            for name, count in zip(LEVELS, NUM_CLASSES, strict=True)
+        )
+    )
+    distillation = Distillation(teacher, taxonomy, LossConfig(DISTILL_WEIGHT=0.8), nn.Identity())
+    criterion = TaxonomicCrossEntropy(LEVELS, (1.0, 1.0))
+    step = plain_step(wrap(model, world), criterion, optimizer, distillation=distillation)
+    step([Batch(*(part[world.rank :: world.world_size] for part in effective_batch()[:2]))])
+    return found
+
+
+def test_a_teachers_gradient_is_that_of_one_process(ranks):
+    for found in (ranks[0]["taught", 2], ranks[1]["taught", 2]):
+        for one, two in zip(ranks[0]["taught", 1], found, strict=True):
+            torch.testing.assert_close(one, two)
+    without = ranks[0]["TaxonomicCrossEntropy", "plain", 1, 1][0]
+    assert not torch.allclose(ranks[0]["taught", 1][0], without[0])
+
+
+def by_hand(name):
     """The gradient and the loss of the whole effective batch, in double precision."""
     (inputs, targets, _), (weights, smoothing) = effective_batch(torch.float64), LOSSES[name]
     model = make_model(torch.float64)
@@ -169,16 +199,14 @@ def by_hand(name: str) -> tuple[list[Tensor], float]:
     return list(torch.autograd.grad(loss, list(model.parameters()))), float(loss.detach())
 
 
-def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+def largest_error(found, expected):
     """The largest relative error of a parameter's gradient, by norms."""
     pairs = zip(found, expected, strict=True)
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_split_of_an_effective_batch_changes_its_gradient_or_its_loss(
-    ranks: list[Results], name: str
-) -> None:
+def test_no_split_of_an_effective_batch_changes_its_gradient_or_its_loss(ranks, name):
     gradient, loss = by_hand(name)
     for world_size, steps in SPLITS:
         for rank in range(world_size):
@@ -188,9 +216,7 @@ def test_no_split_of_an_effective_batch_changes_its_gradient_or_its_loss(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_mean_over_the_known_labels_has_another_gradient_for_each_split(
-    ranks: list[Results], name: str
-) -> None:
+def test_a_mean_over_the_known_labels_has_another_gradient_for_each_split(ranks, name):
     """Else the test above could not tell."""
     whole, _ = ranks[0]["MeanOverKnownLabels", name, 1, 1]
     for split in SPLITS[:-2]:
@@ -207,9 +233,9 @@ SEVEN = Taxonomy(
 )
 
 
-def validations(world: World) -> Results:
+def validations(world):
     """The loss of a validation pass, for each batch size and each loss."""
-    results: Results = {}
+    results = {}
     for kind, (name, (weights, smoothing)), size in product(
         (TaxonomicCrossEntropy, MeanOverKnownLabels), LOSSES.items(), VAL_BATCH_SIZES
     ):
@@ -226,7 +252,7 @@ def validations(world: World) -> Results:
     return results
 
 
-def fill(metrics: ClassificationMetrics, rank: int, world_size: int) -> None:
+def fill(metrics, rank, world_size):
     """One process's share of 13 samples with labels in seven levels."""
     generator = torch.Generator().manual_seed(2)
     counts = SEVEN.num_classes.values()
@@ -239,7 +265,7 @@ def fill(metrics: ClassificationMetrics, rank: int, world_size: int) -> None:
     metrics.update([level[rows] for level in logits], targets[rows], torch.tensor((1 + rank) / 8))
 
 
-def metrics_of_seven_levels(world: World) -> Results:
+def metrics_of_seven_levels(world):
     """The values and the number of collectives; a validation that one process broke off; exact sums."""
     metrics = ClassificationMetrics(SEVEN)
     fill(metrics, world.rank, world.world_size)
@@ -257,7 +283,7 @@ def metrics_of_seven_levels(world: World) -> Results:
     }
 
 
-def fill_sets(metrics: ClassificationMetrics, rank: int, world_size: int) -> ClassificationMetrics:
+def fill_sets(metrics, rank, world_size):
     """One process's share of 13 samples with several labels, some unknown; probabilities are often equal."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(13, 4, generator=generator).round(decimals=1)
@@ -273,9 +299,7 @@ def fill_sets(metrics: ClassificationMetrics, rank: int, world_size: int) -> Cla
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(
-    ranks: list[Results], name: str
-) -> None:
+def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(ranks, name):
     _, loss = by_hand(name)
     for world_size, size in product(WORLD_SIZES, VAL_BATCH_SIZES):
         for rank in range(world_size):
@@ -289,7 +313,7 @@ def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(
     )
 
 
-def test_seven_levels_cost_at_most_two_collectives(ranks: list[Results]) -> None:
+def test_seven_levels_cost_at_most_two_collectives(ranks):
     for rank in (0, 1):
         assert 1 <= ranks[rank]["collectives"] <= 2
         assert ranks[rank]["collectives of torchmetrics"] > 2, (
@@ -297,21 +321,21 @@ def test_seven_levels_cost_at_most_two_collectives(ranks: list[Results]) -> None
         )
 
 
-def test_two_processes_compute_the_metrics_of_one(ranks: list[Results]) -> None:
+def test_two_processes_compute_the_metrics_of_one(ranks):
     alone = ClassificationMetrics(SEVEN)
     for rank in (0, 1):
         fill(alone, rank, 2)
     expected = alone.compute(World(CPU))
     assert expected is not None
-    assert len(expected) == 1 + 7 + 5
+    assert len(expected) == 1 + 3 * 7 + 5
     for rank in (0, 1):
         assert ranks[rank]["values"] == expected
         assert ranks[rank]["again"] == expected, "the metrics keep their own states"
 
 
 def test_several_labels_on_two_processes_have_the_figures_of_torchmetrics(
-    ranks: list[Results],
-) -> None:
+    ranks,
+):
     metrics = fill_sets(ClassificationMetrics(SETS), 0, 1)
     scores, targets = (each[:, :3] for each in metrics.seen)  # the fourth class has no sample
     assert metrics.compute(World(CPU)) is not None
@@ -327,18 +351,18 @@ def test_several_labels_on_two_processes_have_the_figures_of_torchmetrics(
     assert {**alone, "loss": 0} == {**ranks[0]["sets"], "loss": 0}
 
 
-def test_one_process_that_breaks_off_leaves_no_process_a_result(ranks: list[Results]) -> None:
+def test_one_process_that_breaks_off_leaves_no_process_a_result(ranks):
     assert [ranks[rank]["aborted"] for rank in (0, 1)] == [[None, None]] * 2
 
 
-def test_sums_over_the_processes_are_exact(ranks: list[Results]) -> None:
+def test_sums_over_the_processes_are_exact(ranks):
     assert [ranks[rank]["sum"] for rank in (0, 1)] == [[2**53 - 2, 1]] * 2
 
 
 # --- state that only rank 0 has ---
 
 
-def make_state() -> dict[str, Any]:
+def make_state():
     """Tensors of several types, shapes and layouts, among plain values."""
     generator = torch.Generator().manual_seed(7)
     noise = torch.randn(1500, generator=generator)
@@ -363,11 +387,11 @@ def make_state() -> dict[str, Any]:
     }
 
 
-def transferred(world: World) -> Any:
+def transferred(world):
     return broadcast_state(make_state() if world.is_main else None, world)
 
 
-def test_every_rank_gets_every_bit_and_the_layout(ranks: list[Results]) -> None:
+def test_every_rank_gets_every_bit_and_the_layout(ranks):
     state = make_state()
     for rank in range(3):
         received = ranks[rank]["state"]
@@ -380,7 +404,7 @@ def test_every_rank_gets_every_bit_and_the_layout(ranks: list[Results]) -> None:
 
 # --- the first step of a process ---
 
-WRAPPERS: dict[str, Callable[..., nn.Module]] = {
+WRAPPERS = {
     "ours": wrap,
     "torch's": lambda model, world: nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True
@@ -388,7 +412,7 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def two_passes(world: World, how: str) -> list[Tensor]:
+def two_passes(world, how):
     """All gradients of the same batch, in the first and the second backward pass of a wrapper."""
     torch.manual_seed(world.rank)
     model = timm.create_model("test_resnet", num_classes=5)
@@ -403,7 +427,7 @@ def two_passes(world: World, how: str) -> list[Tensor]:
     return found
 
 
-def test_the_first_step_of_a_process_rounds_as_the_later_ones(ranks: list[Results]) -> None:
+def test_the_first_step_of_a_process_rounds_as_the_later_ones(ranks):
     for results in ranks:
         first, second = results["passes", "ours"]
         assert torch.equal(first, second)
@@ -413,14 +437,14 @@ def test_the_first_step_of_a_process_rounds_as_the_later_ones(ranks: list[Result
 # --- the gradient noise scale ---
 
 
-def points(rank: int) -> Iterator[Batch]:
+def points(rank):
     generator = torch.Generator().manual_seed(rank)
     while True:
         x = torch.tensor([0.6, -0.8, 0.0, 1.0]) + torch.randn(4, 4, generator=generator)
         yield Batch(x, torch.zeros(4, dtype=torch.long))
 
 
-def measured(world: World, is_on: bool) -> tuple[Any, Tensor]:
+def measured(world, is_on):
     """The noise scale of the first of four steps, if it is measured, and the parameter after all of them."""
     module = Point()
     model = wrap(module, world)
@@ -437,8 +461,8 @@ def measured(world: World, is_on: bool) -> tuple[Any, Tensor]:
 
 
 def test_ranks_measure_the_norms_of_their_own_gradients_and_of_the_mean(
-    ranks: list[Results],
-) -> None:
+    ranks,
+):
     sources = [points(rank) for rank in range(2)]
     means = [torch.cat([next(source).inputs for _ in range(3)]).mean(dim=0) for source in sources]
     small = sum(float(mean.square().sum()) for mean in means) / 2
@@ -452,42 +476,40 @@ def test_ranks_measure_the_norms_of_their_own_gradients_and_of_the_mean(
 
 # --- BatchNorm's running statistics ---
 
-WAYS = ("reduce", "broadcast", "none")
 
-
-def normalised() -> nn.Sequential:
+def normalised():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4), nn.BatchNorm1d(4)
     )
 
 
-def make_batch(rank: int, number: int) -> Batch:
+def make_batch(rank, number):
     generator = torch.Generator().manual_seed(10 * number + rank)
     targets = torch.randint(0, 4, (8,), generator=generator)
     return Batch(torch.randn(8, 3, generator=generator) + rank, targets)
 
 
-def statistics(module: nn.Module) -> Tensor:
+def statistics(module):
     """All running statistics, in one vector."""
     found = [buffer for name, buffer in module.named_buffers() if "running" in name]
     return torch.cat([buffer.flatten() for buffer in found]).clone()
 
 
-def distributed(world: World, how: str) -> Results:
+def distributed(world):
     """The statistics of a model and of another in the place of its average: before, after, after it again."""
     model, average = normalised(), normalised()
     for module, number in ((model, 0), (average, 1)):
         module(make_batch(world.rank, number).inputs)
     before = [statistics(module) for module in (model, average)]
-    collectives = num_collectives(lambda: distribute_batchnorm(model, average, world, how))
+    collectives = num_collectives(lambda: distribute_batchnorm(model, average, world))
     after = [statistics(module) for module in (model, average)]
-    distribute_batchnorm(model, average, world, how)
+    distribute_batchnorm(model, average, world)
     again = [statistics(module) for module in (model, average)]
     return {"before": before, "after": after, "again": again, "count": collectives}
 
 
-def trained(world: World, *, stops: bool) -> dict[str, Tensor]:
+def trained(world, *, stops):
     """The state after four steps and a validation; if it stops, rank 0's is loaded in the middle."""
     model = normalised()
     ema = Ema(model, 0.9)
@@ -499,7 +521,7 @@ def trained(world: World, *, stops: bool) -> dict[str, Tensor]:
                 part.load_state_dict(world.broadcast(part.state_dict()))
         step([make_batch(world.rank, 2 * number + micro) for micro in (0, 1)], 2)
     results = {"live": statistics(model)}
-    distribute_batchnorm(model, ema.module, world, "reduce")
+    distribute_batchnorm(model, ema.module, world)
     return results | {
         f"{kind} {k}": v
         for kind, m in (("", model), ("ema", ema.module))
@@ -507,29 +529,19 @@ def trained(world: World, *, stops: bool) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_the_statistics_of_all_ranks_and_those_of_rank_0_for_the_average(
-    ranks: list[Results], how: str
-) -> None:
-    zero, one = (results[how] for results in ranks[:2])
+def test_statistics_are_averaged_and_rank_0_gives_those_of_the_ema(ranks):
+    zero, one = (results["distributed"] for results in ranks[:2])
     before = torch.stack([zero["before"][0], one["before"][0]])
     assert (before[0] - before[1]).abs().max() > 0.01
-    expected = {
-        "reduce": before.mean(0).expand(2, -1),
-        "broadcast": before[:1].expand(2, -1),
-        "none": before,
-    }
     after = torch.stack([zero["after"][0], one["after"][0]])
-    torch.testing.assert_close(after, expected[how])
-    assert torch.equal(after[0], after[1]) is (how != "none")
+    torch.testing.assert_close(after, before.mean(0).expand(2, -1))
+    assert torch.equal(after[0], after[1])
     assert torch.equal(zero["after"][1], zero["before"][1])
-    assert torch.equal(one["after"][1], one["before"][1] if how == "none" else zero["before"][1])
-    assert (
-        zero["count"] == one["count"] == (0 if how == "none" else 2)
-    )  # one collective for each model
+    assert torch.equal(one["after"][1], zero["before"][1])
+    assert zero["count"] == one["count"] == 2, "one collective for each model"
 
 
-def test_distributing_again_changes_no_bit(ranks: list[Results]) -> None:
+def test_distributing_again_changes_no_bit(ranks):
     """In float32, a third of a + a + a is not always a."""
     for results in ranks[:3]:
         for after, again in zip(results["three"]["after"], results["three"]["again"], strict=True):
@@ -538,7 +550,7 @@ def test_distributing_again_changes_no_bit(ranks: list[Results]) -> None:
     assert not torch.equal((after + after + after) / 3, after), "these statistics would not tell"
 
 
-def test_a_stop_within_an_epoch_changes_no_bit(ranks: list[Results]) -> None:
+def test_a_stop_within_an_epoch_changes_no_bit(ranks):
     for results in ranks[:2]:
         on, stopped = results["stops", False], results["stops", True]
         assert all(torch.equal(tensor, stopped[name]) for name, tensor in on.items())

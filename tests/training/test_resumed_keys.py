@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
@@ -16,7 +15,7 @@ from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.rng import seed_all
-from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.resume import check_classes, find_checkpoint, flat, resumed_nodes
 from tests.helpers.bits import bits
@@ -40,24 +39,30 @@ TORCHS = (ONE_LEVEL, "LOSS._target_=torch.nn.CrossEntropyLoss")
 class Centres(nn.Module):
     """A loss of one's own with a state."""
 
-    def __init__(self, scale: float = 1.0, momentum: float = 0.5) -> None:
+    def __init__(self, scale=1.0, momentum=0.5):
         super().__init__()
         self.momentum = momentum
         self.register_buffer("centre", torch.tensor(scale))
 
-    def forward(self, outputs: Any, targets: Tensor) -> Tensor:
+    def forward(self, outputs, targets):
         return nn.functional.cross_entropy(outputs[-1], targets[:, -1])
 
 
 OWN = f"LOSS._target_={__name__}.Centres"
 
-IN_FORCE: dict[str, tuple[tuple[str, ...], str]] = {
+IN_FORCE = {
     "LOSS.NAME": ((), "focal"),
     "LOSS.LABEL_SMOOTHING": ((), "0.2"),
     "LOSS.FOCAL_GAMMA": (("LOSS.NAME=focal",), "3"),
     "LOSS.CLASS_WEIGHTS": ((), "balanced"),
     "LOSS.CLASS_WEIGHTS to a file": (("LOSS.CLASS_WEIGHTS=balanced",), "weights.yaml"),
     "LOSS.CLASS_WEIGHTS to none": (("LOSS.CLASS_WEIGHTS=balanced",), "null"),
+    "LOSS.EFFECTIVE_BETA": (
+        ("LOSS.CLASS_WEIGHTS=effective", "DATA.DATASET.UNKNOWN_FRACTION=0.6"),
+        "0.5",
+    ),
+    "LOSS.LOGIT_ADJUSTMENT": ((), "1"),
+    "LOSS.POS_WEIGHT": (("LOSS.NAME=bce",), "balanced"),
     "LOSS.LEVEL_WEIGHTS": ((), "[1,0]"),
     "LOSS.weight": ((*TORCHS, "LOSS.weight=[1,1,1]"), "[1,2,3]"),
     "OPTIMIZER.LR": (("TRAIN.RESUME_WITH=lr",), "0.5"),
@@ -76,7 +81,7 @@ IN_FORCE: dict[str, tuple[tuple[str, ...], str]] = {
     "MODEL.KWARGS": ((), "{act_layer: gelu}"),
 }
 """Keys with what was set before, and the new value."""
-REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+REFUSED = {
     "EXPERIMENT.SEED": ((), "1"),
     "OPTIMIZER.NAME": ((), "sgd"),
     "OPTIMIZER.LR": ((), "0.5"),
@@ -114,7 +119,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
 }
 READ_WHERE_USED = {
     "TRAIN.SYNC_BATCHNORM",
-    "TRAIN.DISTRIBUTE_BN",
+    "TRAIN.OVERFIT_BATCHES",
+    "MODEL.TEACHER",
+    "LOSS.DISTILL_WEIGHT",
+    "LOSS.DISTILL_TEMPERATURE",
     "TRAIN.EARLY_STOPPING.PATIENCE",
     "TRAIN.EARLY_STOPPING.METRIC",
     "TRAIN.EARLY_STOPPING.MIN_DELTA",
@@ -122,7 +130,7 @@ READ_WHERE_USED = {
 """No object with a state takes these."""
 
 
-def built(config: Config) -> Assembly:
+def built(config):
     seed_all(0)
     data = build_data(config.DATA, seed=0)
     return assemble(
@@ -130,7 +138,7 @@ def built(config: Config) -> Assembly:
     )
 
 
-def in_force(assembly: Assembly) -> dict[str, str]:
+def in_force(assembly):
     """The values of an assembly that no training changes."""
     parts = {
         "groups": [
@@ -153,7 +161,7 @@ def in_force(assembly: Assembly) -> dict[str, str]:
     return {name: repr(value) for name, value in parts.items()}
 
 
-def save(folder: CheckpointFolder, config: Config) -> Assembly:
+def save(folder, config):
     """Save a checkpoint of a run, as the trainer does."""
     assembly = built(config)
     content = {
@@ -165,7 +173,7 @@ def save(folder: CheckpointFolder, config: Config) -> Assembly:
     return assembly
 
 
-def resume(folder: CheckpointFolder, config: Config) -> Assembly:
+def resume(folder, config):
     resume_with = config.TRAIN.RESUME_WITH
     checkpoint = find_checkpoint(folder, resumed_nodes(config), resume_with, ALONE)
     assert checkpoint is not None
@@ -175,14 +183,14 @@ def resume(folder: CheckpointFolder, config: Config) -> Assembly:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointFolder:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("weights.yaml").write_text("level2: {level2-0: 5}\n")
     return CheckpointFolder(tmp_path / "checkpoints")
 
 
 @pytest.mark.parametrize("title", IN_FORCE)
-def test_the_new_value_is_in_force(folder: CheckpointFolder, title: str) -> None:
+def test_the_new_value_is_in_force(folder, title):
     before, value = IN_FORCE[title]
     now = (*before, f"{title.split()[0]}={value}")
     earlier = in_force(save(folder, load(*TINY, *before)))
@@ -192,7 +200,7 @@ def test_the_new_value_is_in_force(folder: CheckpointFolder, title: str) -> None
 
 
 @pytest.mark.parametrize("title", REFUSED)
-def test_or_the_run_is_refused_by_the_key(folder: CheckpointFolder, title: str) -> None:
+def test_or_the_run_is_refused_by_the_key(folder, title):
     before, value = REFUSED[title]
     key = title.split()[0]
     save(folder, load(*TINY, *before))
@@ -203,7 +211,7 @@ def test_or_the_run_is_refused_by_the_key(folder: CheckpointFolder, title: str) 
 
 
 @pytest.mark.parametrize("argv", [(), ("LOSS.CLASS_WEIGHTS=balanced",), (OWN, "LOSS.scale=3")])
-def test_nothing_changed_is_resumed(folder: CheckpointFolder, argv: tuple[str, ...]) -> None:
+def test_nothing_changed_is_resumed(folder, argv):
     config = load(*TINY, *argv)
     saved = save(folder, config)
     with torch.no_grad():
@@ -217,7 +225,7 @@ def test_nothing_changed_is_resumed(folder: CheckpointFolder, argv: tuple[str, .
     assert bits(resumed.criterion.state_dict()) == bits(expected.criterion.state_dict())
 
 
-def test_every_key_of_a_checkpoint_is_tried() -> None:
+def test_every_key_of_a_checkpoint_is_tried():
     keys = {key for key in flat(resumed_nodes(Config())) if not key.startswith("DATA.")}
     tried = {title.split()[0] for title in (*IN_FORCE, *REFUSED)}
     empty = {"MODEL.KWARGS", "OPTIMIZER.KWARGS"}
@@ -240,7 +248,7 @@ TAXONOMY = Taxonomy((Level("kind", ("a", "b")), Level("piece", ("k", "l", "m")))
         ({}, ["none"]),
     ],
 )
-def test_other_classes_are_named_and_refused(levels: dict[str, str], named: list[str]) -> None:
+def test_other_classes_are_named_and_refused(levels, named):
     spec = {"taxonomy": {"levels": [dataclasses.asdict(level) for level in TAXONOMY.levels]}}
     check_classes(spec, TAXONOMY, Path("runs/a"))
     parts = tuple(Level(name, tuple(classes)) for name, classes in levels.items())

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from linnaeus.autobatch import nest
 from linnaeus.config.schema import DistConfig
 from linnaeus.inference.trained import load_run
-from linnaeus.models.file_backed import FileBacked
 from linnaeus.models.shards import METADATA, ShardsWriter
 from linnaeus.models.weights import read_weights
 from linnaeus.runtime.distributed import World
@@ -64,14 +63,11 @@ def make_state(
 ) -> TrainingState:
     """Five rows of weights for two processes, and one, and a bias of one element."""
     torch.manual_seed(seed)
-    with FileBacked() as values:
-        model: nn.Module = nn.Sequential(
-            nn.Linear(4, 5), Block(5, norm), Block(5, norm), nn.Linear(5, 1)
-        )
-    sharding = DistConfig(SHARDING="full")
-    average = (
-        shard(model, values, sharding, world, with_average=True) if world.is_distributed else None
+    model: nn.Module = nn.Sequential(
+        nn.Linear(4, 5), Block(5, norm), Block(5, norm), nn.Linear(5, 1)
     )
+    sharding = DistConfig(SHARDING="full")
+    average = shard(model, sharding, world, with_average=True) if world.is_distributed else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     return TrainingState(
@@ -102,7 +98,7 @@ def save(
     content: dict[str, Any] = {"state": state.state_dict()}
     if world.is_distributed:
         assert state.ema is not None
-        distribute_batchnorm(state.model, state.ema.module, world, "broadcast")
+        distribute_batchnorm(state.model, state.ema.module, world)
         content = checkpoints.save_shards(state.state_dict(), step, world)
     if world.is_main:
         checkpoints.save(whole(step=step) | content, **options)
@@ -550,7 +546,7 @@ def states_by_step(rank: int, folder: str, num_steps: int) -> None:
         for step in range(num_steps):
             train(state, world, range(step, step + 1))
             assert state.ema is not None
-            distribute_batchnorm(state.model, state.ema.module, world, "broadcast")
+            distribute_batchnorm(state.model, state.ema.module, world)
             state_of_step = full(state)
             if world.is_main:
                 torch.save(state_of_step, Path(folder) / f"step{step + 1}.pt")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.data.batch import Batch
-from linnaeus.training.callbacks import CallbackState
 from linnaeus.training.ema import Ema
 from linnaeus.training.precision import Precision
 from linnaeus.training.step import TrainStep, ValidationStep
@@ -24,28 +22,26 @@ CPU = torch.device("cpu")
 NUM_FEATURES, NUM_CLASSES = 5, 3
 
 
-def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
+def make_model(dtype=torch.float64):
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(NUM_FEATURES, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
     return layers.to(dtype)
 
 
-def make_batch(size: int = 12, dtype: torch.dtype = torch.float64, seed: int = 1) -> Batch:
+def make_batch(size=12, dtype=torch.float64, seed=1):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, NUM_FEATURES, generator=generator, dtype=dtype)
     return Batch(inputs, torch.randint(0, NUM_CLASSES, (size,), generator=generator))
 
 
-def split(batch: Batch, num: int) -> list[Batch]:
+def split(batch, num):
     return [
         Batch(*parts)
         for parts in zip(batch.inputs.chunk(num), batch.targets.chunk(num), strict=True)
     ]
 
 
-def make_step(
-    model: nn.Module, lr: float = 0.1, momentum: float = 0.0, **changes: Any
-) -> TrainStep:
+def make_step(model, lr=0.1, momentum=0.0, **changes):
     arguments: dict[str, Any] = {
         "criterion": nn.CrossEntropyLoss(),
         "optimizer": torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum),
@@ -55,25 +51,25 @@ def make_step(
     return TrainStep(model, **arguments | changes)
 
 
-def parameters(model: nn.Module) -> list[Tensor]:
+def parameters(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def gradients_by_hand(model: nn.Module, batch: Batch) -> list[Tensor]:
+def gradients_by_hand(model, batch):
     loss = nn.functional.cross_entropy(model(batch.inputs), batch.targets)
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def norm(tensors: list[Tensor]) -> float:
+def norm(tensors):
     return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
 
 
-def assert_close(a: list[Tensor], b: list[Tensor]) -> None:
+def assert_close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture
-def process_group() -> Iterator[None]:
+def process_group():
     torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
     yield
     torch_dist.destroy_process_group()
@@ -82,13 +78,13 @@ def process_group() -> Iterator[None]:
 class Spy(nn.Module):
     """Keeps what a layer sees and gives."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer):
         super().__init__()
         self.layer = layer
         self.inputs: list[Tensor] = []
         self.output_dtypes: list[torch.dtype] = []
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         output: Tensor = self.layer(inputs)
         self.inputs.append(inputs)
         self.output_dtypes.append(output.dtype)
@@ -101,8 +97,8 @@ class Spy(nn.Module):
 @pytest.mark.parametrize("num_micro_batches", [1, 3, 12])
 @pytest.mark.parametrize("clip_grad_norm", [None, 0.05])
 def test_micro_batches_give_the_update_and_the_loss_of_one_big_batch(
-    num_micro_batches: int, clip_grad_norm: float | None
-) -> None:
+    num_micro_batches, clip_grad_norm
+):
     model, reference = make_model(), make_model()
     step = make_step(model, momentum=0.9, clip_grad_norm=clip_grad_norm)
     big_step = make_step(reference, momentum=0.9, clip_grad_norm=clip_grad_norm)
@@ -118,7 +114,7 @@ def test_micro_batches_give_the_update_and_the_loss_of_one_big_batch(
 
 
 @pytest.mark.parametrize("sizes", [(7, 5), (5, 5, 2)])
-def test_micro_batches_of_different_sizes_count_by_their_samples(sizes: tuple[int, ...]) -> None:
+def test_micro_batches_of_different_sizes_count_by_their_samples(sizes):
     model, reference, unweighted = make_model(), make_model(), make_model()
     batch = make_batch(12)
     parts = [
@@ -133,17 +129,17 @@ def test_micro_batches_of_different_sizes_count_by_their_samples(sizes: tuple[in
         assert_close(parameters(unweighted), parameters(reference))
 
 
-def test_at_most_one_micro_batch_is_alive() -> None:
+def test_at_most_one_micro_batch_is_alive():
     """Otherwise a step needs more memory than AutoBatch has measured."""
     references: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    def micro_batches() -> Iterator[Batch]:
+    def micro_batches():
         for seed in range(4):
             alive.append(sum(reference() is not None for reference in references))
             yield remember(make_batch(seed=seed))
 
-    def remember(batch: Batch) -> Batch:
+    def remember(batch):
         references.extend(weakref.ref(tensor) for tensor in batch[:2])
         return batch
 
@@ -156,7 +152,7 @@ def test_at_most_one_micro_batch_is_alive() -> None:
 
 
 @pytest.mark.parametrize("part", [1 / 7, 2.0])
-def test_clipping_scales_all_parameters_by_one_factor_of_at_most_one(part: float) -> None:
+def test_clipping_scales_all_parameters_by_one_factor_of_at_most_one(part):
     model, batch = make_model(), make_batch()
     before, gradients = parameters(model), gradients_by_hand(model, batch)
     make_step(model, lr=1.0, clip_grad_norm=part * norm(gradients))([batch])
@@ -167,7 +163,7 @@ def test_clipping_scales_all_parameters_by_one_factor_of_at_most_one(part: float
 # --- precision ---
 
 
-def test_clipping_under_a_scaler_sees_unscaled_gradients() -> None:
+def test_clipping_under_a_scaler_sees_unscaled_gradients():
     """Scaled by 1024, every gradient would be above the limit and the step 1024 times too small."""
     model, batch = make_model(torch.float32), make_batch(dtype=torch.float32)
     before, gradients = parameters(model), gradients_by_hand(model, batch)
@@ -185,8 +181,8 @@ def test_clipping_under_a_scaler_sees_unscaled_gradients() -> None:
 
 @pytest.mark.parametrize("clip_grad_norm", [None, 1.0])
 def test_a_step_whose_gradients_overflow_changes_nothing_but_the_scale(
-    clip_grad_norm: float | None,
-) -> None:
+    clip_grad_norm,
+):
     model = make_model(torch.float32)
     before = parameters(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
@@ -200,7 +196,7 @@ def test_a_step_whose_gradients_overflow_changes_nothing_but_the_scale(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
-def test_autocast_lowers_the_layers_and_not_parameters_or_loss(dtype: torch.dtype | None) -> None:
+def test_autocast_lowers_the_layers_and_not_parameters_or_loss(dtype):
     model, batch = Spy(make_model(torch.float32)), make_batch(dtype=torch.float32)
     loss = make_step(model, precision=Precision(CPU, dtype))([batch])
     ValidationStep(model, nn.CrossEntropyLoss(), Precision(CPU, dtype), lambda *_: None)(batch)
@@ -210,7 +206,7 @@ def test_autocast_lowers_the_layers_and_not_parameters_or_loss(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_images_come_in_the_memory_format_of_the_model(channels_last: bool) -> None:
+def test_images_come_in_the_memory_format_of_the_model(channels_last):
     layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     model = Spy(layers)
     batch = Batch(torch.randn(2, 2, 6, 6), torch.tensor([0, 1]))
@@ -223,14 +219,14 @@ def test_images_come_in_the_memory_format_of_the_model(channels_last: bool) -> N
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_a_callback_sees_the_new_parameters_and_no_gradients(num_micro_batches: int) -> None:
+def test_a_callback_sees_the_new_parameters_and_no_gradients(num_micro_batches):
     model, batch = make_model(), make_batch()
     expected = [
         p - g for p, g in zip(parameters(model), gradients_by_hand(model, batch), strict=True)
     ]
     seen: list[bool] = []
 
-    def on_update(state: CallbackState) -> None:
+    def on_update(state):
         assert_close(parameters(model), expected)
         seen.append(all(parameter.grad is None for parameter in model.parameters()))
 
@@ -240,7 +236,7 @@ def test_a_callback_sees_the_new_parameters_and_no_gradients(num_micro_batches: 
     assert seen == [True]
 
 
-def test_the_average_stays_where_the_scaler_skips_a_step() -> None:
+def test_the_average_stays_where_the_scaler_skips_a_step():
     model, batch = make_model(torch.float32), make_batch(dtype=torch.float32)
     ema = Ema(model, 0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
@@ -261,9 +257,7 @@ def test_the_average_stays_where_the_scaler_skips_a_step() -> None:
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
-def test_gradients_are_exchanged_once_per_optimizer_step(
-    process_group: None, num_micro_batches: int
-) -> None:
+def test_gradients_are_exchanged_once_per_optimizer_step(process_group, num_micro_batches):
     model, reference = make_model(), make_model()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     exchanged: list[int] = []
@@ -287,7 +281,7 @@ def test_gradients_are_exchanged_once_per_optimizer_step(
 # --- validation ---
 
 
-def test_validation_hands_on_outputs_targets_and_loss_and_changes_nothing() -> None:
+def test_validation_hands_on_outputs_targets_and_loss_and_changes_nothing():
     model, batch = make_model().eval(), make_batch()
     before = parameters(model)
     seen: list[tuple[Tensor, Tensor, Tensor]] = []

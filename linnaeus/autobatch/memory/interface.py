@@ -1,4 +1,4 @@
-"""What is asked of the memory of a device, of whatever kind. All figures are bytes."""
+"""What is asked of the memory of a device, of whatever kind. All numbers are bytes."""
 
 from __future__ import annotations
 

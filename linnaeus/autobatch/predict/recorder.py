@@ -121,7 +121,7 @@ class Recorder(WatchingMode):
                 self.values.know(substitute, tensor)
 
     def enter_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Note that an optimizer steps: no memory depends on its scalars, rates and bounds."""
+        """Note that an optimizer steps: no memory depends on its scalars, learning rates and bounds."""
         self._optimizes = not isinstance(optimizer, torch.optim.LBFGS)
 
     def leave_optimizer(self, *_: Any) -> None:

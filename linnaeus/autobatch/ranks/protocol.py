@@ -15,7 +15,7 @@ from typing import Any
 
 from linnaeus.autobatch.errors import AutoBatchError, TooSmallError
 from linnaeus.autobatch.finder import CONFIRMATION_GRACE_S, BatchSizeFinder
-from linnaeus.autobatch.observer import gib
+from linnaeus.autobatch.observer import gib, sized
 from linnaeus.autobatch.ranks.collectives import lockstep
 from linnaeus.autobatch.ranks.exchange import JobFailedError, OverdueError
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
@@ -125,7 +125,7 @@ def search_on_ranks(
         found: result of an earlier call; each rank runs `size` once and searches below it if it does not
             fit. Memory does not always grow with the size: a smaller size may not fit either.
         size: chosen earlier. It is tried first, and no larger one is.
-        agree: where a rank finds no size, all ranks raise a `TooSmallError`, and can go on.
+        agree: where a rank finds no size, all ranks raise a `TooSmallError`, and can continue.
 
     Returns:
         The result with the trials of rank 0. If the last size run fits on every rank, it is among those that
@@ -170,6 +170,7 @@ def confirm_jointly(
     settings: SearchSettings,
     *,
     agree: bool = False,
+    unit: str | None = None,
 ) -> AutoBatchResult:
     """Run the size found in a joint step of all ranks, and smaller sizes until one is within every budget.
 
@@ -182,6 +183,7 @@ def confirm_jointly(
         make_finder: makes the finder of this rank, whose trials use the real process groups.
         search: `search_on_ranks`, with all but `found` and `size` given.
         status, settings, agree: as there.
+        unit: of the sizes in messages, where they do not count samples.
 
     Raises:
         AutoBatchError: the smallest size is above the budget, or memory ran out on a rank.
@@ -190,8 +192,8 @@ def confirm_jointly(
     num_steps = max(settings.steps_per_trial, JOINT_STEPS)
     while True:
         size, mode = found.batch_size, found.mode
-        status.update(f"{mode}: joint step with batch size {size}")
-        logger.info("AutoBatch %s: all ranks step together with batch size %d", mode, size)
+        status.update(f"{mode}: joint step with {sized(size, unit)}")
+        logger.info("AutoBatch %s: all ranks step together with %s", mode, sized(size, unit))
         with (
             make_finder(dataclasses.replace(settings, steps_per_trial=num_steps)) as finder,
             status.joint_steps() as lockstep,
@@ -200,13 +202,14 @@ def confirm_jointly(
                 own_excess = finder.measure_jointly(size, lockstep)
             except OutOfMemory as error:
                 raise AutoBatchError(
-                    f"AutoBatch: memory ran out in a joint step of all ranks with {mode} batch size {size} "
+                    f"AutoBatch: memory ran out in a joint step of all ranks with {mode} {sized(size, unit)} "
                     f"({error}); set max_batch_size below it, or lower target_memory_fraction"
                 ) from error
         excess_bytes = max(status.gather(own_excess, timeout_minutes=settings.timeout_minutes))
         if excess_bytes <= 0:
-            return found
-        above = f"batch size {size} is {gib(excess_bytes)} GiB above the budget in a joint step"
+            ran = dict.fromkeys((*found.ran_on_every_rank, size))
+            return dataclasses.replace(found, ran_on_every_rank=tuple(ran))
+        above = f"{sized(size, unit)} is {gib(excess_bytes)} GiB above the budget in a joint step"
         logger.info("%s (%s)", above, mode)
         if size <= finder.min_size:
             text = f"AutoBatch ({mode}): {above}; raise target_memory_fraction"

@@ -35,7 +35,7 @@ def modules_of(state: Iterable[Any]) -> list[nn.Module]:
 
 
 def is_sharded(state: Iterable[Any]) -> bool:
-    """Return whether a parameter in `state` is a DTensor: each process holds a part of it."""
+    """Return whether a parameter in `state` is a DTensor: each rank holds a part of it."""
     parameters = (each for module in modules_of(state) for each in module.parameters(recurse=False))
     return any(hasattr(each, "device_mesh") for each in parameters)
 

@@ -209,7 +209,7 @@ def _find_quickly(finder: BatchSizeFinder, settings: SearchSettings) -> AutoBatc
     return replace(result, limited_by="memory") if result.limited_by == "max_trials" else result
 
 
-# The environment in which the figures hold.
+# The environment in which the results hold.
 
 
 def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:

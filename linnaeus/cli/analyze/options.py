@@ -10,9 +10,7 @@ from typing import Any, get_args
 
 from linnaeus.autobatch.predict.gpus import GIB, GPUS, Gpu, find_gpu
 from linnaeus.autobatch.result import Mode
-from linnaeus.autobatch.search import STRATEGIES
 from linnaeus.cli.parser import (
-    AUTOBATCH,
     CommandParser,
     Options,
     choice,
@@ -45,9 +43,9 @@ peak and its speed. --variants adds rows with one thing changed. --predict runs 
 table for GPUs that need not be there. --lr trains for a hundred steps and suggests a learning rate.
 """
 DETAILS = """\
-Only the training and validation steps are timed: loading and the exchange between processes come on top.
-Overrides are those of training (`linnaeus train --help`). Of an option and an override that set the same key,
-the one further right wins; the sizes of validation follow as in a run.
+Only the training and validation steps are timed: loading and the exchange between ranks come on top.
+Overrides are those of training (`linnaeus train --help`). The bounds and the
+budget of the search are keys of DATA.AUTOBATCH. Validation follows them as in a run.
 
 examples:
   linnaeus analyze --cfg my_exp.yaml --fractions 0.6,0.8 --modes train,val
@@ -55,7 +53,7 @@ examples:
   linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-40gb,rtx-4090,h100-80gb
   linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-80gb --world-size 1,8,64 --sharding full
   linnaeus analyze --cfg my_exp.yaml --lr --plot rates.png
-  linnaeus analyze model=vit_small --memory-limit-gb 16 DATA.IMG_SIZE=384 DATA.DATASET.NAME=synthetic
+  linnaeus analyze model=vit_small DATA.DATASET.NAME=synthetic DATA.AUTOBATCH.MEMORY_LIMIT_GB=16
 
 exit codes: 0 done, 2 configuration or option, 3 nothing fits, 130 interrupted (what was measured is written),
 1 anything else
@@ -92,13 +90,12 @@ def _several(choices: Iterable[str], text: str) -> list[str]:
     return [name for name in choices if name in names]
 
 
-_MEASURED = {"--predict": "runs nothing", "--lr": "only trains"}
 _SIZES = {"--lr": "only trains"}
 
 
 @dataclass
 class AnalyzeOptions(Options):
-    """What to measure, and where the figures go. Fractions are ascending."""
+    """What to measure, and where the results go. Fractions are ascending."""
 
     output: Path | None = option(
         ".json, .jsonl or .csv by its ending; default batch_sizes.json", "FILE", read_table
@@ -108,19 +105,6 @@ class AnalyzeOptions(Options):
         "FILE",
         read_plot,
         not_with={"--predict": "runs nothing"},
-    )
-    min_bs: None = option(
-        "smallest size tried", "N", read_count, key=f"{AUTOBATCH}.MIN_BATCH_SIZE", not_with=_SIZES
-    )
-    max_bs: None = option(
-        "largest size tried", "N", read_count, key=f"{AUTOBATCH}.MAX_BATCH_SIZE", not_with=_SIZES
-    )
-    memory_limit_gb: None = option(
-        "each process may hold TARGET_MEMORY_FRACTION of this at most",
-        "X",
-        partial(read_number, "number of GiB"),
-        key=f"{AUTOBATCH}.MEMORY_LIMIT_GB",
-        not_with=_SIZES,
     )
     fractions: list[float] = option(
         "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
@@ -145,19 +129,6 @@ class AnalyzeOptions(Options):
         choices=VARIANTS,
         not_with=_SIZES,
     )
-    steps: None = option(
-        "steps that one trial runs",
-        "N",
-        read_count,
-        key=f"{AUTOBATCH}.STEPS_PER_TRIAL",
-        not_with=_MEASURED,
-    )
-    strategy: None = choice(
-        "how sizes are searched",
-        [*STRATEGIES],
-        key=f"{AUTOBATCH}.STRATEGY",
-        not_with=_MEASURED,
-    )
     predict: bool = option(
         "predict the memory of the GPUs named by --gpu or --device-memory-gb, else of this machine's; "
         "nothing is run",
@@ -179,14 +150,14 @@ class AnalyzeOptions(Options):
         needs="--predict",
     )
     world_size: list[int] = option(
-        "processes of the run, or several numbers, such as 1,8,64; default 1",
+        "ranks of the run, or several numbers, such as 1,8,64; default 1",
         "N",
         partial(_ascending, read_count),
         lambda: [1],
         needs="--predict",
     )
     sharding: None = choice(
-        "share the model among the processes, or with hybrid among those of each node",
+        "share the model among the ranks, or with hybrid among those of each node",
         ("full", "hybrid", "none"),
         key="DIST.SHARDING",
         needs="--predict",
@@ -199,8 +170,8 @@ class AnalyzeOptions(Options):
 def read(argv: Sequence[str]) -> str | tuple[AnalyzeOptions, Config]:
     """Read the tokens after `analyze`: a text to print, or the arguments of the session's `run`.
 
-    >>> options, config = read(["--fractions", "0.8,0.5", "--variants=compile,bf16", "--max-bs", "3"])
-    >>> options.fractions, options.variants, config.DATA.AUTOBATCH.MAX_BATCH_SIZE
+    >>> options, config = read(["--fractions", "0.8,0.5", "--variants=compile,bf16", "TRAIN.EPOCHS=3"])
+    >>> options.fractions, options.variants, config.TRAIN.EPOCHS
     ([0.5, 0.8], ['bf16', 'compile'], 3)
 
     Raises:
@@ -218,13 +189,6 @@ PARSER = CommandParser(
     gone={
         "--remedies": "is gone; give --variants bf16,checkpointing",
         "--throughput": "is gone; every size found is timed",
-        **dict.fromkeys(
-            ("--sizes", "--time-budget", "--noise-scale", "--dataset-length", "--epochs"),
-            "is gone; --variants and --fractions show the speed of each size found",
-        ),
-        **dict.fromkeys(
-            ("--hf", "--method", "--sequence", "--dtype", "--checkpointing"),
-            "is gone; predict the memory of language models with examples/llm_memory.py",
-        ),
+        "--hf": "is gone; predict the memory of language models with examples/llm_memory.py",
     },
 )

@@ -42,7 +42,7 @@ META = torch.device("meta")
 LARGEST = 1 << 20
 """No batch is predicted to be larger, unless MAX_BATCH_SIZE allows it."""
 GPUS_PER_NODE = 8
-"""Of a run of more processes."""
+"""Of a run of more ranks."""
 
 
 def gpus_of(options: AnalyzeOptions, config: Config) -> Sequence[Gpu]:
@@ -72,7 +72,7 @@ def gpus_of(options: AnalyzeOptions, config: Config) -> Sequence[Gpu]:
 def predict_sizes(
     gpus: Sequence[Gpu], setup: Setup, options: AnalyzeOptions, analysis: Analysis
 ) -> None:
-    """Predict the size for each variant, number of processes, device, mode and fraction."""
+    """Predict the size for each variant, number of ranks, device, mode and fraction."""
     numbers, sharding = options.world_size, setup.config.DIST.SHARDING
     for name in (CONFIGURED, *options.variants):
         try:
@@ -87,14 +87,14 @@ def predict_sizes(
             add_reason(analysis, options, name, error)
     if sharding != "none" and 1 in numbers:
         logger.info(
-            "DIST.SHARDING %s with one process is the same as none; see --world-size", sharding
+            "DIST.SHARDING %s with one rank is the same as none; see --world-size", sharding
         )
 
 
 def _predict_variant(
     setup: Setup, name: str, gpus: Sequence[Gpu], options: AnalyzeOptions, analysis: Analysis
 ) -> None:
-    """Predict the sizes of one variant with one number of processes."""
+    """Predict the sizes of one variant with one number of ranks."""
     num, numbers = setup.world.world_size, options.world_size
     with job_of(setup):
         search = build_on_meta(setup)
@@ -120,7 +120,7 @@ def _predict_variant(
 
 
 def world_of(num: int) -> World:
-    """The processes of a run on full nodes."""
+    """The ranks of a run on full nodes."""
     return World(META, world_size=num, local_world_size=min(num, GPUS_PER_NODE))
 
 
@@ -135,7 +135,7 @@ def job_of(setup: Setup) -> AbstractContextManager[None]:
         return nullcontext()
     if sharding.SHARDING == "hybrid" and num % setup.world.local_world_size:
         raise ConfigError(
-            f"--world-size: {num} processes do not fill nodes of {GPUS_PER_NODE}, which DIST.SHARDING hybrid "
+            f"--world-size: {num} ranks do not fill nodes of {GPUS_PER_NODE}, which DIST.SHARDING hybrid "
             f"is predicted for; give a multiple of {GPUS_PER_NODE}"
         )
     return fake_job(num)
@@ -288,7 +288,7 @@ def rows_of(mode: Mode, variant: str, gpus: Sequence[Gpu], fractions: Sequence[f
 def describe(gpus: Sequence[Gpu], settings: dict[str, Any]) -> dict[str, Any]:
     """The environment of a prediction, which is logged too; settings are as those of `run_settings`."""
     logger.info(
-        "predicted, not measured, for %s (processes: %s, sharding: %s); margin %.0f%%, torch %s; %s",
+        "predicted, not measured, for %s (ranks: %s, sharding: %s); margin %.0f%%, torch %s; %s",
         ", ".join(gpu.name for gpu in gpus),
         str(settings["world_size"]).strip("[]"),
         settings["sharding"],

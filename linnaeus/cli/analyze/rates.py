@@ -28,7 +28,7 @@ from linnaeus.training.schedule import Schedule
 
 KEY = "OPTIMIZER.LR"
 FIRST, LAST, NUM_STEPS = 1e-6, 10.0, 100
-"""The rates at the peak, and the steps from one to the other."""
+"""The learning rates at the peak, and the steps from one to the other."""
 SMOOTHING, DIVERGED = 0.9, 4
 """What a step keeps of the running mean; the smoothed loss, over its lowest, that ends the test."""
 
@@ -48,7 +48,7 @@ class RateTest:
         return None if row is self.rows[0] else row[KEY] / 10
 
     def save(self, path: Path) -> None:
-        """Write the figures; the ending is the format."""
+        """Write the results; the ending is the format."""
         content = {
             "environment": self.environment,
             "results": self.rows,
@@ -75,7 +75,7 @@ class RateTest:
 
 
 def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None:
-    """Train with a rising rate, in batches of DATA.BATCH_SIZE. The weights end with the process.
+    """Train with a rising learning rate, in batches of DATA.BATCH_SIZE. The weights end with the process.
 
     Raises:
         LinnaeusError: a step runs out of memory, or the first loss is not finite.

@@ -30,7 +30,7 @@ class Row:
         limited_by: as in `AutoBatchResult`; `interrupted`; `failed` for a variant that cannot run.
         peak_bytes: peak at that size; if predicted, that of the device, with its base.
         budget_bytes: bytes that the process may hold; if predicted, bytes of the device that may be in use.
-        samples_per_s: speed of one process at that size; None if predicted.
+        samples_per_s: speed of one rank at that size; None if predicted.
         relative_speed: that speed over the speed of the unchanged configuration.
         trials: those run for this row; sizes measured for earlier rows are not repeated.
         reason: why there is no size.
@@ -79,7 +79,7 @@ class Analysis:
     """Sizes and speeds; filled while they are measured, so that an interruption loses nothing.
 
     Attributes:
-        environment: where the figures hold; empty until there is something to measure.
+        environment: where the results hold; empty until there is something to measure.
         interrupted: whether Ctrl-C or an error ended the measuring early.
         fraction: that of the sizes to paste, where it is among those asked for.
         rows: in the order measured.
@@ -126,7 +126,7 @@ class Analysis:
                 row.relative_speed = row.samples_per_s / first.samples_per_s
 
     def save(self, path: Path) -> None:
-        """Write the figures; the ending is the format. Only JSON has the trials."""
+        """Write the results; the ending is the format. Only JSON has the trials."""
         rows = self.sorted_rows()
         trials = [[trial.as_dict() for trial in row.trials] for row in rows]
         found = zip(rows, trials, strict=True)

@@ -80,7 +80,7 @@ def run(options: AnalyzeOptions, config: Config) -> int:
                 f"{'learning_rates' if options.lr else 'batch_sizes'}.json"
             )
             analysis.save(output)
-            logger.info("figures: %s", output.resolve())
+            logger.info("results: %s", output.resolve())
             if options.plot is not None:
                 _draw(analysis, options.plot)
                 logger.info("picture: %s", options.plot.resolve())

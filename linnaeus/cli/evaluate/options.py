@@ -15,7 +15,6 @@ from linnaeus.cli.parser import (
     choice,
     option,
     read_path,
-    read_plot,
 )
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.overrides import CommandLine, parse_command_line, typed_keys
@@ -30,7 +29,7 @@ DESCRIPTION = """\
 Evaluates a trained run on labelled data, with its classes, its preprocessing and its validation step.
 
 RUN is a run's folder, or one of its checkpoints. Without overrides its own validation data is evaluated,
-which gives the figures that training has logged. DATA.DATASET names other data, whose classes are matched by
+which gives the metrics that training has logged. DATA.DATASET names other data, whose classes are matched by
 name.
 """
 _SETTABLE = (
@@ -68,7 +67,7 @@ examples:
   linnaeus evaluate runs/birds --samples samples.csv
   linnaeus evaluate runs/birds DATA.DATASET.ROOT=/data/birds2026 --unknown skip
   linnaeus evaluate runs/birds --checkpoint last DATA.DATASET.NAME=manifest DATA.DATASET.VAL=/data/test.csv
-  linnaeus evaluate runs/birds DATA.AUTOBATCH.ENABLED_VAL=True TRAIN.AMP=bf16 --plot birds.png
+  linnaeus evaluate runs/birds DATA.AUTOBATCH.ENABLED_VAL=True TRAIN.AMP=bf16
   torchrun --nproc_per_node=4 -m linnaeus.main evaluate runs/birds
 
 exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of memory, 130 interrupted and
@@ -93,12 +92,9 @@ class EvaluateOptions(RunOptions):
     """What to evaluate, and where the files go; `output` has no ending."""
 
     output: Path | None = option(
-        "beginning of the names of the files; default RUN/evaluations/<checkpoint>",
+        "beginning of the names of the files, figures and picture; default RUN/evaluations/<checkpoint>",
         "DIR/PREFIX",
         _read_output,
-    )
-    plot: Path | None = option(
-        "picture: .png or .svg by its ending; default <output>.png", "FILE", read_plot
     )
     samples: Path | None = option(
         "every sample, the worst first: path, loss, labels and predictions, as .csv or .parquet; beside it "
@@ -130,15 +126,15 @@ def read(argv: Sequence[str]) -> str | tuple[EvaluateOptions, Config, Config]:
     problems += _not_taken(line)
     if problems:
         raise ConfigError([*problems, *line.problems])
-    below = _base(options)
-    own = load_config(_NOT_SEARCHED, below).config
-    loaded = load_config([*_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], below)
+    base = _base(options)
+    own = load_config(_NOT_SEARCHED, base).config
+    loaded = load_config([*_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], base)
     if loaded.print_config:
         return to_yaml(loaded.config)
     config = loaded.config
     built = [*targets(config.DATA.DATASET, ("DATA", "DATASET")), *targets(config.LOSS, ("LOSS",))]
     of_file = {key: name for key, name in built if not loaded.is_on_command_line(key)}
-    check_targets(of_file, Path(below.name), trust_code=options.trust_code)
+    check_targets(of_file, Path(base.name), trust_code=options.trust_code)
     return options, config, own
 
 
@@ -164,15 +160,17 @@ def _not_taken(line: CommandLine) -> list[str]:
 
 def _base(options: EvaluateOptions) -> File:
     """The file with the run's configuration: `config.yaml` or a checkpoint."""
-    from linnaeus.config.load import read_run_config, settings_of
+    from linnaeus.config.files import File
+    from linnaeus.config.load import read_run_config
+    from linnaeus.config.values import escape
 
     path = options.run
     folder = path.parent.parent if path.is_file() and path.parent.name == CHECKPOINTS else path
     file = folder / "config.yaml"
     if file.is_file():
         return read_run_config(file)
-    from linnaeus.inference.trained import find_checkpoint_file
     from linnaeus.training.checkpoint import load_checkpoint
+    from linnaeus.training.saved_run import find_checkpoint_file
 
     try:
         checkpoint = find_checkpoint_file(path, options.checkpoint or "best")
@@ -181,7 +179,7 @@ def _base(options: EvaluateOptions) -> File:
         raise ConfigError(f"RUN: {error}") from error
     if not isinstance(nodes, Mapping):
         raise ConfigError(f"{checkpoint}: holds no configuration, so it cannot be evaluated")
-    return settings_of(nodes, str(checkpoint))
+    return File(str(checkpoint), escape(nodes))
 
 
 def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
@@ -205,4 +203,5 @@ PARSER = CommandParser(
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the configuration of the evaluation, and exit",
+    gone={"--plot": "is gone; the picture is <output>.png"},
 )

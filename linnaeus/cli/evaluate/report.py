@@ -37,7 +37,7 @@ HEADINGS = {
     "best_threshold": "best threshold",
     "best_f1": "F1 there",
 }
-"""What tables call the figures of levels and classes."""
+"""What tables call the metrics of levels and classes."""
 OF_LEVEL = tuple(HEADINGS)[:11]
 OF_CLASS = ("class", "samples", "recall", "precision")
 OF_CLASS_OF_SETS = ("class", "samples", "f1", "average_precision", "best_threshold", "best_f1")
@@ -51,9 +51,9 @@ class Evaluation:
     Attributes:
         about: what was evaluated, and how, by its name in the JSON file.
         metrics: those that training logs.
-        levels: the figures of each level, coarse to fine.
+        levels: the metrics of each level, coarse to fine.
         distance: of mistakes in the taxonomy; None without one.
-        logged: the figures of training; None where the checkpoint has none for this data.
+        logged: the metrics of training; None where the checkpoint has none for this data.
     """
 
     about: dict[str, Any]
@@ -69,7 +69,7 @@ class Evaluation:
         return f"{counted(data['samples'], 'sample')} of {data['source']} ({data['part']})"
 
     def save(self, path: Path) -> None:
-        """Write the figures of all classes, and as JSON all others too; the ending is the format."""
+        """Write the metrics of all classes, and as JSON all others too; the ending is the format."""
         classes = [row for level in self.levels for row in class_rows(level)]
         content = {
             **self.about,
@@ -82,7 +82,7 @@ class Evaluation:
         save_figures(path, content, classes)
 
     def level_row(self, level: LevelFigures | SetFigures) -> dict[str, Any]:
-        """The figures of a level that are single numbers."""
+        """The metrics of a level that are single numbers."""
         found = level.classes
         row: dict[str, Any] = {
             "samples": level.num_samples,
@@ -198,7 +198,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
 def _print(
     console: Console, title: str, names: tuple[str, ...], rows: list[dict[str, Any]]
 ) -> None:
-    """Print a table of some figures of the rows."""
+    """Print a table of some metrics of the rows."""
     headings = [HEADINGS.get(name, name) for name in names]
     cells = [
         [cell(row.get(name), ".4f" if isinstance(row.get(name), float) else "") for name in names]
@@ -208,19 +208,16 @@ def _print(
 
 
 def logged_sentence(logged: Mapping[str, float], metrics: Mapping[str, float]) -> str:
-    """The comparison with the figures of training."""
+    """The comparison with the metrics of training."""
     now, then = _finite(metrics), _finite(logged)
-    unequal = [name for name in {**then, **now} if now.get(name) != then.get(name)]
+    unequal = [
+        f"{name} {now.get(name)} ({then.get(name)} in training)"
+        for name in {**then, **now}
+        if now.get(name) != then.get(name)
+    ]
     if not unequal:
-        return "same figures as in training, to the last digit"
-    texts = {
-        name: [cell(values.get(name), ".6g") or "absent" for values in (now, then)]
-        for name in unequal
-    }
-    found = ", ".join(
-        f"{name} {here} ({there} in training)" for name, (here, there) in texts.items()
-    )
+        return "same metrics as in training, to the last digit"
     return (
-        f"figures differ from training: {found}; the last digits depend on preprocessing, batch size, "
-        "precision, processes, device and torch"
+        f"metrics differ from training: {', '.join(unequal)}; the last digits depend on preprocessing, batch "
+        "size, precision, ranks, device and torch"
     )

@@ -22,7 +22,7 @@ def sample_table(
     """One line for each sample, that with the highest loss first; samples without a label come last.
 
     Args:
-        samples: see `EvaluationMetrics.samples`. A process has every so many of the files.
+        samples: see `EvaluationMetrics.samples`. A rank has every so many of the files.
         files: the path of each sample.
         taxonomy: levels and classes.
     """

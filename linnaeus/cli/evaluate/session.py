@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import re
-import zlib
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.cli.evaluate.options import EvaluateOptions
 from linnaeus.cli.evaluate.report import Evaluation
 from linnaeus.cli.evaluate.samples import sample_table, write_samples
-from linnaeus.cli.parser import check_files
+from linnaeus.cli.parser import unwritable
 from linnaeus.cli.plots import draw_evaluation
 from linnaeus.config.dump import with_batch_sizes
 from linnaeus.config.schema import Config
@@ -81,7 +79,7 @@ class Session:
 
 
 def run(options: EvaluateOptions, config: Config, own: Config) -> int:
-    """Evaluate, write the files and show the figures; returns the exit code, 0.
+    """Evaluate, write the files and show the metrics; returns the exit code, 0.
 
     `own` is the configuration of the run, `config` that with what the command line changes.
 
@@ -126,7 +124,7 @@ def _evaluate(session: Session) -> None:
         "image_size": preprocessing and list(preprocessing.size),
         **{name: preprocessing and getattr(preprocessing, name) for name in _RESIZING},
     }
-    output = world.on_main(lambda: _output(session, data, about_data))
+    output = world.on_main(lambda: _output(session, data))
     files = _files(session, data)
     if world.is_main:
         for sentence in data.bundle.report:
@@ -260,7 +258,7 @@ def _write(evaluation: Evaluation, output: Path, session: Session) -> None:
     for path in written:
         evaluation.save(path)
     if any(level.num_samples for level in evaluation.levels):
-        written.append(session.options.plot or _file(output, ".png"))
+        written.append(_file(output, ".png"))
         levels = [level for level in evaluation.levels if level.num_samples][-MAX_LEVELS:]
         title = f"{evaluation.about['checkpoint']['name']} on {evaluation.data_title}"
         draw_evaluation(levels, title, written[-1])
@@ -275,16 +273,16 @@ def _file(output: Path, ending: str) -> Path:
 
 
 def _logged(session: Session, data: EvaluationData) -> dict[str, float] | None:
-    """The figures of training in the checkpoint; None where they are not of this data and state."""
-    progress, own = session.trained.content["progress"], session.own.TRAIN
-    is_last = progress["epoch"] == own.EPOCHS
-    was_validated = is_last or progress["epoch"] % own.VALIDATE_EVERY == 0
-    is_comparable = session.is_own_dataset and not data.num_left_out and not progress["samples"]
+    """The metrics of training in the checkpoint; None where they are not of this data and state."""
+    progress, own = session.trained.content["progress"], session.own
+    is_whole = own.DATA.LIMIT_VAL_SAMPLES is None and own.TRAIN.OVERFIT_BATCHES is None
+    is_comparable = session.is_own_dataset and not data.num_left_out and is_whole
+    was_validated = progress["validated"] == progress["step"]
     return progress["metrics"] or None if is_comparable and was_validated else None
 
 
-def _output(session: Session, data: EvaluationData, about_data: Mapping[str, Any]) -> Path:
-    """The beginning of the files' names; by default of other data or preprocessing another one.
+def _output(session: Session, data: EvaluationData) -> Path:
+    """The beginning of the files' names: the checkpoint, and the data where it is not the run's own.
 
     Raises:
         ConfigError: the files cannot be written.
@@ -297,14 +295,12 @@ def _output(session: Session, data: EvaluationData, about_data: Mapping[str, Any
         )
         is_own = session.is_own_dataset and data.bundle.preprocessing == trained.spec.preprocessing
         if not is_own:
-            number = zlib.crc32(json.dumps(about_data, sort_keys=True, default=str).encode())
-            name = re.sub(r"[^\w.-]+", "_", f"{name}_{Path(data.source).name}_{number:08x}")
+            name += "_" + re.sub(r"[^\w.-]+", "_", str(data.source))[-100:].strip("_")
         path = (trained.folder or trained.checkpoint.parent) / "evaluations" / name
-    for file in (path, options.plot, options.samples):
+    for file in (path, options.samples):
         if file is not None:
             with suppress(OSError):  # the check says why
                 file.parent.mkdir(parents=True, exist_ok=True)
-    check_files(
-        {"--output": _file(path, ".json"), "--plot": options.plot, "--samples": options.samples}
-    )
+    if problems := unwritable({"--output": _file(path, ".json"), "--samples": options.samples}):
+        raise ConfigError(problems)
     return path

@@ -1,5 +1,5 @@
-"""Trained runs as files that other programs read: safetensors, ONNX, torch.export and timm."""
+"""Trained runs as files that other programs read: safetensors, ONNX and torch.export."""
 
-FORMATS = ("safetensors", "onnx", "torch-export", "timm")
+FORMATS = ("safetensors", "onnx", "torch-export")
 OUTPUTS = ("probabilities", "logits")
 """What an ONNX or torch.export file computes."""

@@ -1,25 +1,17 @@
-"""Whether an exported model gives the run's outputs, on images."""
+"""Whether an exported model gives the run's outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from linnaeus.data.split_file import SPLIT_FILE, read_split
-from linnaeus.inference.paths import Unreadable, walk
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.runtime.errors import DataError, LinnaeusError
-from linnaeus.runtime.words import counted
 
 NUM_IMAGES = 8
-"""Images of a check; of those that the user names, `MAX_IMAGES` at most."""
-MAX_IMAGES = 64
+"""Images of a check."""
 RELATIVE_TOLERANCE = 1e-3
 """Largest difference of a probability, relative to it."""
 ABSOLUTE_TOLERANCE = 1e-6
@@ -31,69 +23,24 @@ Model = Callable[[Tensor], Mapping[str, Tensor]]
 """Inputs [B, C, H, W] to outputs by name."""
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Inputs of a check.
-
-    Attributes:
-        inputs: [B, C, H, W] on the CPU, B of at least 2.
-        origin: where they come from, in words.
-    """
-
-    inputs: Tensor
-    origin: str
-
-
-def samples_of(run: TrainedRun, words: Iterable[str] = ()) -> Samples:
-    """Return inputs for a check: the images named, else some of the run's validation split, else noise.
-
-    Args:
-        run: the run.
-        words: for `inference.paths.walk`.
+def random_inputs(run: TrainedRun) -> Tensor:
+    """Return inputs [B, C, H, W] of a run for a check: random pixels, normalised as the run's images are.
 
     Raises:
-        DataError: an image that is named cannot be read; the model takes no images.
+        DataError: the model takes no images.
     """
     if run.spec.in_chans is None or run.spec.img_size is None:
         raise DataError(
             "the shape of the model's inputs is not known, as the run's dataset gave something else than "
             "images; --format safetensors exports the weights"
         )
-    inputs, origin = list[Tensor](), "--images"
-    if words:
-        inputs = [_read(run, path) for path in islice(walk(words), MAX_IMAGES)]
-    elif run.folder is not None and (run.folder / SPLIT_FILE).is_file():
-        origin = str(run.folder / SPLIT_FILE)
-        with suppress(DataError):
-            listed = read_split(run.folder / SPLIT_FILE, "val")[0]
-            paths = [path for path in listed if Path(path).is_file()]
-            step = max(1, len(paths) // NUM_IMAGES)
-            inputs = [run.transform(path) for path in paths[::step][:NUM_IMAGES]]
-    if not inputs:
-        inputs, origin = list(_noise(run, (run.spec.in_chans, *run.spec.img_size))), "noise"
-    # A single input stands there twice, since tracing takes a batch of one for a constant.
-    images = torch.stack(inputs if len(inputs) > 1 else inputs * 2).float()
-    return Samples(images, f"{counted(len(inputs), 'image')} of {origin}")
-
-
-def _read(run: TrainedRun, path: str | Unreadable) -> Tensor:
-    if isinstance(path, Unreadable):
-        raise DataError(f"--images: {path.source}: {path.reason}")
-    try:
-        return run.transform(path)
-    except DataError as error:
-        raise DataError(f"--images: {path}: {error}") from error
-
-
-def _noise(run: TrainedRun, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    shape = (NUM_IMAGES, run.spec.in_chans, *run.spec.img_size)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(NUM_IMAGES):
-        if run.spec.preprocessing is None:
-            yield torch.randn(shape, generator=generator)
-        else:
-            yield run.transform(
-                torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-            )
+    if run.spec.preprocessing is None:
+        return torch.randn(shape, generator=generator)
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    inputs: Tensor = run.spec.preprocessing.normalise()(pixels)
+    return inputs
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import LoraConfig
 from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.inference.export import FORMATS, OUTPUTS, formats
-from linnaeus.inference.export.check import Model, largest_difference, samples_of
+from linnaeus.inference.export.check import Model, largest_difference, random_inputs
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.models.lora import merged_weights
 from linnaeus.runtime.errors import ConfigError, DataError, LinnaeusError, first_line
@@ -31,19 +30,17 @@ NAMES = {
     "safetensors": "model.safetensors",
     "onnx": "model.onnx",
     "torch-export": "model.pt2",
-    "timm": "timm",
 }
-"""Name of the file or folder in a run's folder `export`, by format."""
+"""Name of the file in a run's folder `export`, by format."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A file or folder that has been written.
+    """A file that has been written.
 
     Attributes:
-        path: the file, or timm's folder.
+        path: the file.
         num_bytes: size of all that was written.
-        origin: which images it was checked on, in words.
         difference: the largest difference between its outputs and the run's; None where only the weights
             could be compared, which are equal then.
         kind: what the outputs are: `probabilities` or `logits`.
@@ -51,7 +48,6 @@ class Exported:
 
     path: Path
     num_bytes: int
-    origin: str
     difference: float | None
     kind: str
 
@@ -62,8 +58,6 @@ def export_run(
     output: str | Path | None = None,
     *,
     outputs: str = "probabilities",
-    level: str | None = None,
-    images: Iterable[str] = (),
     opset: int | None = None,
     half: bool = False,
     preprocessing: bool = False,
@@ -72,13 +66,11 @@ def export_run(
 
     Args:
         run: the run; a torch.export file is made for its device.
-        format: `safetensors`, `onnx`, `torch-export` or `timm`.
-        output: the file, or the folder for timm; one that is there is replaced. None is
-            `export/model.<ending>` or `export/timm` in the run's folder, or beside a checkpoint without one.
+        format: `safetensors`, `onnx` or `torch-export`.
+        output: the file; one that is there is replaced. None is `export/model.<ending>` in the run's
+            folder, or beside a checkpoint without one.
         outputs: `probabilities` or `logits`, for ONNX and torch.export; in place of logits, a marginal head
             gives log-probabilities.
-        level: whose head becomes timm's classifier; None is the finest.
-        images: files, folders and patterns to check the result on; none takes some of the validation split.
         opset: version of ONNX's operators; None is the exporter's own.
         half: weights and arithmetic in float16, for ONNX and torch.export; inputs and outputs stay as they
             are.
@@ -94,7 +86,6 @@ def export_run(
             raise ConfigError(f"{name}: {value!r} is none of {', '.join(choices)}")
     programs = ("onnx", "torch-export")
     for name, is_given, takes in (
-        ("--level", level is not None, ("timm",)),
         ("--opset", opset is not None, ("onnx",)),
         ("--half", half, programs),
         ("--preprocessing", preprocessing, programs),
@@ -111,7 +102,7 @@ def export_run(
         output = (run.folder or run.checkpoint.parent) / "export" / NAMES[format]
     path = Path(output)
     ending = Path(NAMES[format]).suffix
-    if ending and path.suffix != ending:
+    if path.suffix != ending:
         raise ConfigError(f"--output: {path}: the name of such a file ends in {ending}")
     if format == "onnx":
         formats.check_onnx_is_there()
@@ -120,44 +111,36 @@ def export_run(
             "--format safetensors: arguments of the model have a `_target_`, which no safetensors file may "
             f"have: {', '.join(run.spec.nested_targets())}; use --format onnx or torch-export"
         )
-    chosen = formats.check_level(run, level) if format == "timm" else ""
     kind = outputs if is_program and run.classes else "logits"
     try:
-        samples = samples_of(run, images)
+        inputs = random_inputs(run)
     except DataError:
-        if format != "safetensors" or images:
+        if format != "safetensors":
             raise
-        samples = None
+        inputs = None
     reference = _reference(run, kind)
     run = _merged(run)
-    with _appearing(path, is_folder=format == "timm") as temporary:
+    with _appearing(path) as temporary:
         if is_program:
-            assert samples is not None
-            model = _write_program(
-                run, format, temporary, samples.inputs, kind, opset, half, preprocessing
-            )
+            assert inputs is not None
+            model = _write_program(run, format, temporary, inputs, kind, opset, half, preprocessing)
         else:
-            model = _write(run, format, temporary, kind, chosen)
+            model = _write(run, temporary, kind)
         difference = None
-        if samples is not None:
+        if inputs is not None:
             difference = largest_difference(
                 model,
-                (lambda inputs: {chosen: reference(inputs)[chosen]}) if chosen else reference,
-                samples.inputs,
+                reference,
+                inputs,
                 probabilities=kind == "probabilities",
                 half=half,
             )
-        num_bytes = sum(
-            file.stat().st_size for file in temporary.parent.rglob("*") if file.is_file()
-        )
-    origin = "the weights alone" if samples is None else samples.origin
-    return Exported(path, num_bytes, origin, difference, kind)
+        num_bytes = sum(file.stat().st_size for file in temporary.parent.iterdir())
+    return Exported(path, num_bytes, difference, kind)
 
 
-def _write(run: TrainedRun, format: str, path: Path, kind: str, level: str) -> Model:
-    """Write the weights to a temporary file or folder, and read them back as a model."""
-    if format == "timm":
-        return formats.write_timm(run, describe(run, None), path, level)
+def _write(run: TrainedRun, path: Path, kind: str) -> Model:
+    """Write the weights to a temporary file, and read them back as a model."""
     formats.write_safetensors(run.model.state_dict(), describe(run, None), path)
     again = load_run(path, device="cpu", trust_code=run.trust_code)
     others = again.model.state_dict()
@@ -321,37 +304,26 @@ def describe(run: TrainedRun, outputs: str | None, *, normalises: bool = False) 
 
 
 @contextmanager
-def _appearing(path: Path, *, is_folder: bool) -> Iterator[Path]:
-    """A temporary file or folder of the same name; what lies beside it goes to `path` when the context ends
-    well.
+def _appearing(path: Path) -> Iterator[Path]:
+    """A temporary file of the same name; what lies beside it goes to `path` when the context ends well.
 
     Raises:
-        ConfigError: `path` is a folder that holds something else.
+        ConfigError: `path` is a folder.
         LinnaeusError: it cannot be written.
     """
-    own = formats.TIMM_FILES if is_folder else ()
-    if path.is_dir() and (not is_folder or {entry.name for entry in path.iterdir()} - {*own}):
-        what = "holds other files" if is_folder else "is a folder"
-        raise ConfigError(f"--output: {path} {what}; choose another name")
-    if is_folder and path.exists() and not path.is_dir():
-        raise ConfigError(f"--output: {path} is a file; timm needs a folder")
+    if path.is_dir():
+        raise ConfigError(f"--output: {path} is a folder; choose another name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-            temporary = Path(folder) / path.name
-            if is_folder:
-                temporary.mkdir()
-            yield temporary
+            yield Path(folder) / path.name
             # safetensors writes for the owner alone: files take the mode of any new file.
             new = Path(folder) / ".new"
             new.touch()
-            for file in Path(folder).rglob("*"):
-                if file.is_file():
-                    shutil.copymode(new, file)
+            mode = new.stat().st_mode
             new.unlink()
-            if is_folder and path.is_dir():
-                shutil.rmtree(path)
-            for entry in Path(folder).iterdir():
-                entry.replace(path.parent / entry.name)
+            for file in Path(folder).iterdir():
+                file.chmod(mode)
+                file.replace(path.parent / file.name)
     except OSError as error:
         raise not_written(path, error) from error

@@ -51,13 +51,13 @@ class AutoBatch(Callback):  # type: ignore[misc]
 
     Args:
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
-        min_batch_size, max_batch_size: bounds of the size per process, inclusive; None is no upper bound.
+        min_batch_size, max_batch_size: bounds of the size per rank, inclusive; None is no upper bound.
         batch_arg_name: attribute of the module, the data module or their `hparams` that sizes the loaders.
         val_batch_arg_name: the attribute for validation, where it has its own. Where validation shares that
             of training, the size must fit in both.
         val: whether validation is searched too.
         val_options: options that differ in the search of validation, such as {"max_batch_size": 2048}.
-        effective_batch_size: samples per optimizer step over all processes. `accumulate_grad_batches` is set
+        effective_batch_size: samples per optimizer step over all ranks. `accumulate_grad_batches` is set
             to what that takes, and the batch size to the largest that fits and divides it.
         make_batch: makes a batch of n samples on the host, in the place of samples of the loaders.
         **options: further arguments of `auto_find_batch_size`: `memory_limit_gb`, `multiple_of` and others.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from transformers import TrainerState
 
@@ -21,19 +21,20 @@ from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.settings import check_count, kind_of
+from linnaeus.autobatch.settings import check_choice, check_count, kind_of
 from linnaeus.integrations.common import (
     checked_options,
     divisor_of,
     find_size,
     warn_of_growth,
 )
-from linnaeus.integrations.transformers.data import trial_data
+from linnaeus.integrations.transformers.data import budget_loader, ends_of, trial_data
 from linnaeus.integrations.transformers.trial import rehearsal
 
 AnyTrainer = TypeVar("AnyTrainer")
 
 _LOOP, _SHARDED = "_inner_training_loop", "is_distributed_loading_by_transformers"
+_LOADER = "get_train_dataloader"
 _ACCEPTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "_BaseTrainer", "BaseTrainer")
 """The trainers of TRL that can be searched: others generate, or pair samples for one batch size."""
 
@@ -44,6 +45,7 @@ def autobatch(
     trainer: AnyTrainer,
     target_memory_fraction: float = 0.8,
     *,
+    budget: Literal["tokens"] | None = None,
     effective_batch_size: int | None = None,
     evaluation: bool | None = None,
     eval_options: Mapping[str, Any] | None = None,
@@ -54,7 +56,7 @@ def autobatch(
     """Let a trainer find its batch sizes when `train()` is called: `autobatch(trainer).train()`.
 
     The search runs the trainer's own steps on the longest samples of its own datasets. Training is then bit
-    for bit that of a trainer with `per_device_train_batch_size` set to the size found. Over several processes
+    for bit that of a trainer with `per_device_train_batch_size` set to the size found. Over several ranks
     all agree on the size. A run that is resumed runs the size in its checkpoint once and keeps it; if it no
     longer fits, a warning says so, and a smaller one is searched.
 
@@ -66,7 +68,11 @@ def autobatch(
         trainer: a `Trainer`, of a subclass of your own or of TRL's `SFTTrainer`, `DPOTrainer` or
             `RewardTrainer`.
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
-        effective_batch_size: samples per optimizer step of all processes; the size becomes a divisor of it,
+        budget: "tokens" makes batches of as many tokens as fit, few long samples or many short ones, with
+            `BudgetBatchSampler`, in place of batches of as many samples. `per_device_train_batch_size` then
+            holds the tokens. Lengths come from the column `args.length_column_name`, else from `input_ids`.
+            `max_batch_size` bounds the tokens.
+        effective_batch_size: samples per optimizer step of all ranks; the size becomes a divisor of it,
             and `gradient_accumulation_steps` follow. By default they stay as they are. No divisor is below
             `min_batch_size`, or 2 for a model with BatchNorm.
         evaluation: find `per_device_eval_batch_size` too; by default where `eval_strategy` evaluates.
@@ -89,14 +95,25 @@ def autobatch(
             f"trainer is {kind_of(trainer)}; it must be an object of transformers.Trainer"
         )
     options["target_memory_fraction"] = target_memory_fraction
+    eval_options = {**options, **(eval_options or {})}
+    if budget is not None:
+        check_choice("budget", budget, ["tokens"])
+        if effective_batch_size is not None or samples is not None:
+            raise ValueError(
+                "budget is 'tokens': batches then differ in their samples; leave effective_batch_size and "
+                "samples out"
+            )
+        options.setdefault("max_batch_size", None)
     options = checked_options("autobatch()", options)
-    eval_options = checked_options("eval_options", {**options, **(eval_options or {})})
+    eval_options = checked_options("eval_options", eval_options)
     check_supported(trainer)
     if effective_batch_size is not None:
         check_count("effective_batch_size", effective_batch_size)
     by_mode: dict[Mode, dict[str, Any]] = {"train": options, "val": eval_options}
     given: dict[Mode, Sequence[Any] | None] = {"train": samples, "val": eval_samples}
-    setattr(trainer, _LOOP, _Search(trainer, by_mode, effective_batch_size, evaluation, given))
+    setattr(
+        trainer, _LOOP, _Search(trainer, by_mode, effective_batch_size, evaluation, given, budget)
+    )
     return trainer
 
 
@@ -120,8 +137,8 @@ def check_supported(trainer: Any) -> None:
     is_split = accelerator.num_processes > 1 and accelerator.split_batches
     unsupported = {
         f"TRL's {' '.join(refused)}; SFTTrainer, DPOTrainer and RewardTrainer can be searched": refused,
-        "DeepSpeed, whose steps communicate between the processes": trainer.is_deepspeed_enabled,
-        "FSDP, whose steps communicate between the processes": trainer.is_fsdp_enabled,
+        "DeepSpeed, whose steps communicate between the ranks": trainer.is_deepspeed_enabled,
+        "FSDP, whose steps communicate between the ranks": trainer.is_fsdp_enabled,
         "tensor, context or sequence parallelism": max(sizes) > 1,
         "a model sharded when it was loaded": getattr(trainer, _SHARDED, False),
         "a model on several devices (device_map)": trainer.is_model_parallel,
@@ -131,7 +148,7 @@ def check_supported(trainer: Any) -> None:
         ),
         "batch_rebalance, whose batches vary in size": args.train_sampling_strategy
         == "batch_rebalance",
-        "accelerator_config.split_batches over several processes": is_split,
+        "accelerator_config.split_batches over several ranks": is_split,
     }
     for what, is_there in unsupported.items():
         if is_there:
@@ -150,12 +167,13 @@ class _Search:
     effective_batch_size: int | None
     evaluation: bool | None
     samples: Mapping[Mode, Sequence[Any] | None]
+    budget: str | None = None
 
     def __call__(self, batch_size: int | None = None, *arguments: Any, **keywords: Any) -> Any:
         """Run the loop; `batch_size` is what the trainer was built with."""
         trainer = self.trainer
         checkpoint = keywords.get("resume_from_checkpoint")
-        with joined_ranks() as control:  # so that an error of one process ends all
+        with joined_ranks() as control:  # so that an error of one rank ends all
             check_supported(trainer)  # arguments may have been set meanwhile
             # Not every machine need see the checkpoint's folder.
             self._find(of_main(control, checkpoint and size_in_checkpoint(checkpoint)), control)
@@ -166,14 +184,18 @@ class _Search:
 
     def _find(self, earlier: int | None, control: ControlPlane | None) -> None:
         trainer, args, effective = self.trainer, self.trainer.args, self.effective_batch_size
-        results = {"train": self._search("train", control, earlier)}
+        vars(trainer).pop(_LOADER, None)  # of an earlier search
+        search = self._search if self.budget is None else self._search_budget
+        results = {"train": search("train", control, earlier)}
         size, steps = results["train"].batch_size, args.gradient_accumulation_steps
         if effective is not None:
             size = self._divisor(effective, size)
             args.gradient_accumulation_steps = effective // (self._num_processes * size)
-        elif earlier is None:
+        elif earlier is None and self.budget is None:
             warn_of_growth(args.per_device_train_batch_size * steps, size * steps)
         trainer._train_batch_size = args.per_device_train_batch_size = size
+        if self.budget is not None:
+            setattr(trainer, _LOADER, partial(budget_loader, trainer, self._ends, size))
         if self._evaluates:
             results["val"] = self._search("val", control)
             args.per_device_eval_batch_size = results["val"].batch_size
@@ -241,12 +263,37 @@ class _Search:
                 bounds=bounds,
             )
 
+    def _search_budget(
+        self, mode: Mode, control: ControlPlane | None, earlier: int | None
+    ) -> AutoBatchResult:
+        """Search the tokens of a batch; trials run the batches of the longest and of the most samples."""
+        trainer, args = self.trainer, self.trainer.args
+        with rehearsal(trainer) as steps:
+            self._ends = ends = ends_of(trainer)
+
+            def step(batch: Any) -> None:
+                steps.train(steps.batches(batch, int(args.gradient_accumulation_steps)))
+
+            return find_size(
+                partial(ends.run, step),
+                lambda budget: budget,
+                {**self.options[mode], "min_batch_size": ends.least},
+                earlier,
+                "the run that is resumed",
+                control=control,
+                looks=[],
+                state=steps.state,
+                device=args.device,
+                bounds={"dataset": ends.most},
+                unit=self.budget,
+            )
+
     def _divisor(self, effective: int, largest: int, epoch: int | None = None) -> int:
         model, options = self.trainer.model, self.options["train"]
         return divisor_of(effective, self._num_processes, largest, model, options, epoch)
 
 
 def size_in_checkpoint(folder: str) -> int | None:
-    """The batch size per process of a trainer's checkpoint; None where it holds none."""
+    """The batch size per rank of a trainer's checkpoint; None where it holds none."""
     path = Path(folder) / "trainer_state.json"
     return TrainerState.load_from_json(str(path)).train_batch_size if path.is_file() else None

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import ConcatDataset
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import ConcatDataset, DataLoader
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.result import Mode
+from linnaeus.integrations.budget import BudgetBatchSampler, Ends, costs_of
 from linnaeus.integrations.samples import Largest, is_read_by_index
 
 _LOADING = ("num_workers", "prefetch_factor", "pin_memory")
+_LOADER = (
+    *_LOADING,
+    "collate_fn",
+    "worker_init_fn",
+    "persistent_workers",
+    "multiprocessing_context",
+)
 
 
 def trial_data(
@@ -49,6 +58,49 @@ def trial_data(
         **{name: getattr(trainer.args, f"dataloader_{name}") for name in _LOADING},
     )
     return look, num_samples
+
+
+def ends_of(trainer: Any) -> Ends:
+    """The training set's batches that need most memory at a number of tokens.
+
+    Raises:
+        AutoBatchError: the loader's batch size is not the trainer's, the dataset is not read by index, or its
+            samples have neither a length column nor `input_ids`.
+    """
+    loader, whole, column = (
+        _checked_loader(trainer),
+        trainer.train_dataset,
+        trainer.args.length_column_name,
+    )
+    cost = column if column in (getattr(whole, "column_names", None) or []) else None
+    is_known = is_read_by_index(whole) and (cost is not None or "input_ids" in whole[0])
+    if not is_known:
+        raise AutoBatchError(
+            f"AutoBatch: budget is 'tokens', but train_dataset has no column {column!r} (length_column_name) "
+            "and no input_ids that are read by index; add the column, or leave budget out"
+        )
+    return Ends(loader.dataset, loader.collate_fn, costs_of(whole, cost), "tokens")
+
+
+def budget_loader(trainer: Any, ends: Ends, budget: int) -> Any:
+    """The trainer's loader, with batches within a budget that every rank takes by itself."""
+    loader, args = type(trainer).get_train_dataloader(trainer), trainer.args
+    sampler = BudgetBatchSampler(
+        ends.costs,
+        budget,
+        padded=ends.padded,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        num_replicas=args.world_size,
+        rank=args.process_index,
+    )
+    # Where accelerate looks for `set_epoch` after it has skipped batches.
+    sampler.sampler = sampler  # type: ignore[attr-defined]
+    own = {name: getattr(loader, name) for name in _LOADER}
+    plain = DataLoader(loader.dataset, batch_sampler=sampler, **own)
+    # The ranks have shared the batches out.
+    return prepare_data_loader(
+        plain, args.device, num_processes=1, process_index=0, put_on_device=True
+    )
 
 
 def _checked_loader(trainer: Any) -> Any:

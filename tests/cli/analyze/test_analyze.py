@@ -13,9 +13,9 @@ from tests.helpers.predictions import MEASURED, MIB, NARROW, SVG, content_of
 
 
 def limit(room_mib):
-    """Options for a device with so much more than this process holds."""
+    """A key for a device with so much more than this process holds."""
     total = held_bytes() / MIB + 100 + room_mib  # 100: what libraries still load
-    return ("--memory-limit-gb", f"{total / 1024:.4f}")
+    return (f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={total / 1024:.4f}",)
 
 
 def test_everything_can_be_set(tmp_path, monkeypatch):
@@ -28,15 +28,6 @@ def test_everything_can_be_set(tmp_path, monkeypatch):
             "--output",
             "a.csv",
             "--plot=a.SVG",
-            "--steps",
-            "3",
-            "--min-bs=2",
-            "--max-bs",
-            "99",
-            "--strategy",
-            "binsearch",
-            "--memory-limit-gb",
-            "1.5",
             "--variants=compile,bf16",
             "TRAIN.AMP",
             "bf16",
@@ -48,11 +39,6 @@ def test_everything_can_be_set(tmp_path, monkeypatch):
     assert (found.fractions, found.modes) == ([0.5, 0.8], ["train", "val"])
     assert (found.output, found.plot) == (Path("a.csv"), Path("a.SVG"))
     assert (found.variants, found.predict) == (["bf16", "compile"], False)
-    autobatch = config.DATA.AUTOBATCH
-    assert (autobatch.STEPS_PER_TRIAL, autobatch.STEPS_PER_TRIAL_VAL) == (3, 3)
-    assert (autobatch.MIN_BATCH_SIZE, autobatch.MIN_BATCH_SIZE_VAL) == (2, 2)
-    assert (autobatch.MAX_BATCH_SIZE, autobatch.MAX_BATCH_SIZE_VAL) == (99, 198), "as the key does"
-    assert (autobatch.STRATEGY, autobatch.MEMORY_LIMIT_GB) == ("binsearch", 1.5)
     assert (config.TRAIN.AMP, config.TRAIN.EPOCHS) == ("bf16", 7)
 
 
@@ -67,8 +53,7 @@ def test_many_fractions_cost_little_more_than_one(run, tmp_path):
         "DATA.AUTOBATCH.TOLERANCE=0",
         "--fractions",
         "0.95,0.98,1.0",
-        "--steps",
-        "1",
+        "DATA.AUTOBATCH.STEPS_PER_TRIAL=1",
         *limit(80),
         "--plot",
         "sizes.svg",
@@ -110,8 +95,7 @@ def test_a_whole_analysis(run, tmp_path):
         *NARROW,
         "--fractions",
         "0.8,0.9",
-        "--max-bs",
-        "2",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=2",
         "--variants",
         "bf16,checkpointing,channels_last",
         "TRAIN.AMP=bf16",
@@ -169,8 +153,7 @@ def test_ctrl_c_keeps_what_has_been_measured(run, tmp_path):
         "MODEL.interrupt_at=11",
         "--fractions",
         "0.5,0.9",
-        "--max-bs",
-        "500",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=500",
         "--plot",
         "a.svg",
     )

@@ -23,11 +23,8 @@ LINES = {
             "--modes=tset",
             "--output=a",
             "--plot=a.pdf",
-            "--steps=0",
-            "--strategy=guide",
-            "--memory-limit-gb=inf",
-            "--memory-limit-gb=-1",
-            "--max-bs=1.5",
+            "--max-bs=3",
+            "--memory-limit-gb=2",
             "--gpu=t4,rtx409",
             "--gpu=a100",
             "--device-memory-gb=8,24GB",
@@ -39,7 +36,7 @@ LINES = {
     ),
     "options of earlier versions": (
         read,
-        ["--remedies", "--throughput", "--time-budget=9h", "--hf", "config.json", "--sequence=64"],
+        ["--remedies", "--throughput", "--hf", "config.json"],
     ),
     "options that need --predict": (
         read,
@@ -54,9 +51,7 @@ LINES = {
         read,
         [
             "--predict",
-            "--steps=3",
             "--plot=a.svg",
-            "--strategy=guided",
         ],
     ),
     "mistakes in a sharded prediction": (

@@ -51,8 +51,7 @@ def test_one_prediction_answers_for_several_devices(run):
         "4",
         "--fractions",
         "0.5,0.9",
-        "--max-bs",
-        "400000",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=400000",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=400000",
         "DATA.DATASET.NUM_SAMPLES=400000",
         "DATA.DATASET.NUM_SAMPLES_VAL=400000",
@@ -123,7 +122,7 @@ def test_which_device_would_do():
 @pytest.mark.parametrize(
     ("argv", "size", "limited_by"),
     [
-        ((*GROWING, "--max-bs", "3"), 6, "max_batch_size"),
+        ((*GROWING, "DATA.AUTOBATCH.MAX_BATCH_SIZE=3"), 6, "max_batch_size"),
         ((*GROWING, "DATA.DATASET.length=64", "--world-size", "3"), 22, "dataset"),
     ],
 )
@@ -168,7 +167,15 @@ def test_without_options_it_is_this_machines_gpu():
 def test_variants():
     """One thing changed in each row. What is so already, and a compiled model, has a reason instead."""
     names = "bf16,channels_last,checkpointing,compile,half_resolution"
-    argv = ("--fractions", "0.9", "--modes", "train", "--max-bs", "64", "--variants", names)
+    argv = (
+        "--fractions",
+        "0.9",
+        "--modes",
+        "train",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=64",
+        "--variants",
+        names,
+    )
     options, config = parsed(*IMAGES, *argv, "TRAIN.CHANNELS_LAST=True")
     analysis = Analysis()
     predict_sizes(gpus_of(options, config), setup_of(options, config), options, analysis)
@@ -196,17 +203,14 @@ def test_more_cards_that_share_a_model_take_no_smaller_batches(run):
         "full",
         "--world-size",
         "8,1,64,2",
-        "--max-bs",
-        "100000",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=100000",
     )
     rows = content_of(outcome)["results"]
     assert [row["device"] for row in rows] == [f"{num} × 1.5 GiB" for num in (1, 2, 8, 64)]
     sizes = [row["batch_size"] for row in rows]
     assert sizes == sorted(sizes)
     assert 1.5 * sizes[0] < sizes[2]
-    assert "DIST.SHARDING full with one process is the same as none" in outcome.out.replace(
-        "\n", " "
-    )
+    assert "DIST.SHARDING full with one rank is the same as none" in outcome.out.replace("\n", " ")
     assert not torch.distributed.is_initialized()
     assert not hasattr(torch, "meta")
 

@@ -108,7 +108,7 @@ def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(run, bir
     found = content_of(birds / "evaluations/last.json")
     assert found["metrics"] == logged(birds)
     assert found["logged"] == found["metrics"]
-    assert "same figures as in training" in outcome.out
+    assert "same metrics as in training" in outcome.out
     assert found["metrics"]["top1/level2"] == pytest.approx(found["levels"]["level2"]["top1"])
     assert (found["data"]["part"], found["data"]["samples"]) == ("validation split", 7)
 
@@ -159,19 +159,17 @@ def test_other_data_needs_no_training_data(run, birds, tmp_path):
     """Fewer classes, in another folder, without the coarse level; labels are those of the run."""
     shutil.rmtree(tmp_path / "birds")
     write_images(tmp_path / "new/val", ("wolf", "lynx"), 3, seed=1)
-    outcome = run(*EVALUATE, "DATA.DATASET.ROOT=new", "--plot", "p.svg")
+    outcome = run(*EVALUATE, "DATA.DATASET.ROOT=new")
     assert outcome.code == 0, outcome.err
-    found = content_of(only(birds, "best_val_*.json"))
+    found = content_of(only(birds, "best_*val.json"))
     assert found["logged"] is None
     samples = {row["class"]: row["samples"] for row in found["classes"]}
     fox = FOLDERS[2].removeprefix("dogs/")
     assert samples == {"cats": 3, "dogs": 3, "lion": 0, "lynx": 3, fox: 0, "wolf": 3}
     assert found["levels"]["level2"]["classes_with_samples"] == 2
-    with only(birds, "best_val_*_classes.csv").open() as file:
+    with only(birds, "best_*val_classes.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["recall"] for row in rows if row["samples"] == "0"] == ["", ""]
-    page = (tmp_path / "p.svg").read_text()
-    assert ("lynx" in page, "<b>" in page) == (True, False)
 
 
 def test_unknown_classes_are_an_error_or_left_out(run, birds, tmp_path):
@@ -193,7 +191,7 @@ def test_unknown_classes_are_an_error_or_left_out(run, birds, tmp_path):
     assert outcome.code == 1
     assert all(word in outcome.err for word in ("cats/puma", "lion/0.png", "--unknown"))
     assert run(*command, "--unknown", "skip").code == 0
-    found = content_of(only(birds, "best_test.csv_*.json"))
+    found = content_of(only(birds, "best_*test.csv.json"))
     assert (found["data"]["samples"], found["data"]["left_out"]) == (5, 2)
     unlabelled = {name: level["unlabelled"] for name, level in found["levels"].items()}
     assert unlabelled == {"level1": 0, "level2": 1}

@@ -1,0 +1,130 @@
+"""A model as a run has saved it: in its folder, one of its checkpoints, or a file of `linnaeus export`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import nn
+
+from linnaeus.models.model_spec import ModelSpec
+from linnaeus.models.weights import read_export, saved_weights
+from linnaeus.runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    first_detail,
+    first_line,
+)
+from linnaeus.runtime.files import CHECKPOINTS, checkpoint_file, suggest_run
+from linnaeus.training.checkpoint import load_checkpoint
+from linnaeus.training.precision import AUTOCAST_DTYPES
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A saved model.
+
+    Attributes:
+        file: the checkpoint or export.
+        spec: classes, preprocessing and architecture.
+        model: with its weights, the average where the run kept one, on the CPU.
+        content: the entries of the checkpoint but `state`.
+        criterion_state: state of the run's loss.
+    """
+
+    file: Path
+    spec: ModelSpec
+    model: nn.Module
+    content: dict[str, Any]
+    criterion_state: dict[str, Any]
+
+
+def read_run(path: Path, checkpoint: str | Path = "best", *, trust_code: bool = False) -> SavedRun:
+    """Read a saved model; arguments and errors as for `linnaeus.inference.trained.load_run`."""
+    if path.suffix == ".safetensors":
+        file, content = path, _read_export(path)
+    else:
+        file = find_checkpoint_file(path, checkpoint)
+        try:
+            content = load_checkpoint(file)
+        except CheckpointError as error:
+            if file != path:
+                raise
+            raise CheckpointError(
+                f"{error}; what can be loaded is the folder of a run, one of its checkpoints, or a file of "
+                "`linnaeus export --format safetensors`"
+            ) from error
+    state = content.pop("state", {})
+    try:
+        spec = ModelSpec.from_dict(content["model_spec"], file)
+        model = spec.build(trust_code=trust_code)
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+        DataError,
+    ) as error:  # it may hold anything
+        raise CheckpointError(f"{file}: its model_spec cannot be used ({error})") from error
+    weights = saved_weights(state)
+    if not weights:
+        raise CheckpointError(f"{file} holds no weights")
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{file}: its weights do not fit its model: {first_detail(error)}"
+        ) from error
+    return SavedRun(file, spec, model, content, state.get("criterion", {}))
+
+
+def _read_export(file: Path) -> dict[str, Any]:
+    """The entries of a safetensors file that `export` has written."""
+    try:
+        content = read_export(file)
+        if content is not None:
+            AUTOCAST_DTYPES[content["config"]["TRAIN"]["AMP"]]  # an unknown one is a KeyError
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file}: its entry `linnaeus` is not what `linnaeus export --format safetensors` writes "
+            f"({type(error).__name__}: {first_line(error)})"
+        ) from error
+    if content is None:
+        raise CheckpointError(
+            f"{file} does not say what its model takes: `linnaeus export --format safetensors` has not "
+            "written it"
+        )
+    return content
+
+
+def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
+    """The file of a run's checkpoint; arguments as for `load_run`.
+
+    Raises:
+        CheckpointError: there is none; the message says what there is.
+    """
+    if path.is_file():
+        if str(checkpoint) not in ("best", str(path)):
+            raise CheckpointError(
+                f"{path} is a checkpoint itself; leave out the checkpoint {checkpoint}"
+            )
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"there is no run {path}{suggest_run(path)}")
+    if str(checkpoint) in ("best", "last"):
+        named = [checkpoint_file(path, str(checkpoint))]
+    else:
+        named = [path / CHECKPOINTS / checkpoint, path / checkpoint, Path(checkpoint).expanduser()]
+    for file in named:
+        if file is not None and file.is_file():
+            return file
+    found = sorted(file.name for file in (path / CHECKPOINTS).glob("*.pt"))
+    if not found:
+        raise CheckpointError(f"{path} has no checkpoints{suggest_run(path)}")
+    raise ConfigError(f"{path} has no checkpoint {str(checkpoint)!r}; it has {', '.join(found)}")

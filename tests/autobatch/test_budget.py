@@ -1,0 +1,254 @@
+"""`find_budget` and `BudgetBatchSampler`: batches by tokens, pixels or nodes."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+
+import pytest
+import torch
+from hypothesis import given, reject
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from linnaeus import AutoBatchError, BudgetBatchSampler, find_budget
+from tests.helpers.greedy import allocate_too_much
+from tests.helpers.ledger import Ledger, room
+
+
+def lengths(num_samples=600):
+    """As of texts: most are short, few are long."""
+    numbers = torch.randn(num_samples, generator=torch.Generator().manual_seed(0))
+    return (4 + 0.8 * numbers).exp().clamp(5, 400).long()
+
+
+def cost_of(costs, batch, padded):
+    return len(batch) * max(costs[batch]) if padded else sum(costs[batch])
+
+
+def need(costs, padded, per_sample, per_unit, per_square):
+    """Bytes of a batch, as of a model with attention."""
+    if padded:
+        costs = costs.new_full((len(costs),), int(costs.max()))
+    return int((per_sample + per_unit * costs + per_square * costs.square()).sum())
+
+
+def epochs_of(sampler, num_epochs):
+    for epoch in range(num_epochs):
+        sampler.set_epoch(epoch)
+        yield list(sampler)
+
+
+def pad(samples):
+    return pad_sequence(samples, batch_first=True)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("model", "above"), [((9, 1, 0), 1.4), ((0, 1, 0), 1.05), ((0, 100, 1), 1.05)]
+)
+def test_every_batch_within_the_budget_found_fits(padded, model, above):
+    costs, ends = lengths(), (torch.full((12,), 400), torch.full((960,), 5))
+    limit = max(need(end, False, *model) for end in ends)
+    texts = [torch.ones(int(length)) for length in costs]
+
+    def step(batch):
+        row = batch.sum(1).long() if padded else batch
+        if need(row, padded, *model) > limit:
+            allocate_too_much()
+
+    def concatenated(samples):
+        return torch.tensor([len(sample) for sample in samples])
+
+    collate = pad if padded else concatenated
+    found = find_budget(step, texts, collate, padded=padded, device="cpu")
+    assert (found.limited_by, found.padded) == ("memory", padded)
+    assert torch.equal(found.costs, costs)
+
+    def largest(budget):
+        sampler = BudgetBatchSampler(found.costs, budget, padded=padded)
+        batches = chain.from_iterable(epochs_of(sampler, 5))
+        return max(need(costs[batch], padded, *model) for batch in batches)
+
+    assert largest(found.budget) <= limit
+    assert largest(int(found.budget * above)) > limit, "the control"
+
+
+@pytest.mark.parametrize(
+    ("max_samples", "expected"), [(None, {(1, 50), (1, 2, 3, 4, 30)}), (2, {(1, 50), (4, 30)})]
+)
+def test_trials_run_the_longest_and_the_most_samples(max_samples, expected):
+    costs, seen = torch.tensor([50, 2, 3, 40, 4, 1, 30]), []
+    options = {"max_samples": max_samples, "max_batch_size": 51, "device": "cpu"}
+    found = find_budget(seen.append, costs, torch.stack, cost=costs, **options)
+    assert found.budget == 51
+    assert found.limited_by == "max_batch_size"
+    batches = {tuple(sorted(batch.tolist())) for batch in seen[-2:]}
+    assert batches == expected
+
+
+def graphs():
+    """From 5 to 60 nodes, with four edges at each."""
+    numbers = lengths(200).div(7).long() + 5
+    return [
+        {"nodes": torch.ones(int(n), 64), "edges": torch.zeros(2, 4 * int(n)).long()}
+        for n in numbers
+    ]
+
+
+def joined(samples):
+    return {
+        "nodes": torch.cat([each["nodes"] for each in samples]),
+        "edges": torch.cat([each["edges"] for each in samples], 1),
+    }
+
+
+def message_passing():
+    layer = nn.Linear(64, 64)
+
+    def step(batch):
+        source, target = batch["edges"]
+        messages = layer(batch["nodes"])[source].relu()
+        torch.zeros_like(batch["nodes"]).index_add(0, target, messages).sum().backward()
+
+    return layer, step
+
+
+def images():
+    sides = lengths(200).div(6).long() + 8
+    return [torch.ones(3, int(side), int(side) // 2 + 4) for side in sides]
+
+
+def padded_images(samples):
+    height, width = (max(each.shape[dim] for each in samples) for dim in (1, 2))
+    batch = torch.zeros(len(samples), 3, height, width)
+    for row, each in zip(batch, samples, strict=True):
+        row[:, : each.shape[1], : each.shape[2]] = each
+    return batch
+
+
+def convolution():
+    layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+    return layers, lambda batch: layers(batch).square().mean().backward()
+
+
+CASES = {
+    "graphs": (graphs, joined, message_passing, lambda graph: graph["edges"].shape[1], False, 4),
+    "images": (images, padded_images, convolution, lambda image: image[0].numel(), True, 12),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_memory_of_each_batch_is_within_the_peak(case):
+    make, collate, model, cost, padded, room_mib = CASES[case]
+    samples, (layers, step) = make(), model()
+    step(collate(samples[:2]))  # the gradients
+    found = find_budget(
+        step, samples, collate, cost=cost, padded=padded, state=[layers], **room(room_mib)
+    )
+    assert found.limited_by == "memory"
+    sampler = BudgetBatchSampler(found.costs, found.budget, padded=padded)
+    growth = found.peak_bytes - found.search.held_bytes
+    peaks = []
+    for batch in chain.from_iterable(epochs_of(sampler, 2)):
+        with Ledger() as ledger:
+            step(collate([samples[index] for index in batch]))
+        peaks.append(ledger.peak_bytes)
+    assert growth / 2 < max(peaks) <= growth
+
+
+def test_a_collate_function_that_pads_has_to_be_named():
+    texts = [torch.ones(length) for length in (3, 3, 9)]
+    with pytest.raises(ValueError, match="padded=True"):
+        find_budget(lambda batch: None, texts, pad, device="cpu")
+    alike = texts[:2]
+    assert find_budget(lambda batch: None, alike, pad, device="cpu").budget == 6
+
+
+def test_a_sample_that_does_not_fit_is_an_error_with_its_cost():
+    texts = [torch.ones(length) for length in (3, 700)]
+
+    def step(batch):
+        if len(batch) >= 700:
+            allocate_too_much()
+
+    with pytest.raises(AutoBatchError, match="700 tokens"):
+        find_budget(step, texts, torch.cat, unit="tokens", device="cpu")
+
+
+ARGUMENTS = {
+    "costs": st.lists(st.integers(1, 30), min_size=1, max_size=60),
+    "factor": st.floats(1, 8),
+    "padded": st.booleans(),
+    "shuffle": st.booleans(),
+    "num_ranks": st.integers(1, 3),
+    "max_samples": st.none() | st.integers(1, 5),
+    "seed": st.integers(0, 3),
+}
+
+
+@given(**ARGUMENTS)
+def test_each_sample_comes_once_within_the_budget(costs, factor, padded, num_ranks, **options):
+    costs, budget, most = torch.tensor(costs), int(factor * max(costs)), options["max_samples"]
+    try:
+        samplers = [
+            BudgetBatchSampler(
+                costs, budget, padded=padded, num_replicas=num_ranks, rank=rank, **options
+            )
+            for rank in range(num_ranks)
+        ]
+    except ValueError:
+        assert len(costs) % num_ranks
+        reject()
+    for epoch in range(3):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        shares = [list(sampler) for sampler in samplers]
+        assert [len(share) for share in shares] == [len(samplers[0])] * num_ranks
+        batches = list(chain.from_iterable(shares))
+        assert sorted(chain.from_iterable(batches)) == list(range(len(costs)))
+        assert all(cost_of(costs, batch, padded) <= budget for batch in batches)
+        assert max(map(len, batches)) <= (most or len(costs))
+
+
+@pytest.mark.parametrize("position", [0, 1, 7, -1])
+def test_a_run_resumes_at_any_batch(position):
+    def sampler():
+        return BudgetBatchSampler(lengths(), 2000, padded=True, seed=5)
+
+    first = sampler()
+    first.set_epoch(2)
+    batches = list(first)
+    stopped = sampler()
+    stopped.set_epoch(2)
+    assert list(islice(stopped, position % len(batches))) == batches[: position % len(batches)]
+    resumed = sampler()
+    resumed.load_state_dict(stopped.state_dict())
+    resumed.set_epoch(2)  # as a loop does
+    skipped = sampler()
+    skipped.set_epoch(2, skip=position % len(batches))
+    for each in (resumed, skipped):
+        assert list(each) == batches[position % len(batches) :]
+        assert each.state_dict() == first.state_dict()
+        assert list(each) == batches, "the next time it is whole"
+    with pytest.raises(ValueError, match="seed"):
+        BudgetBatchSampler(lengths(), 2000, padded=True).load_state_dict(first.state_dict())
+
+
+def test_epochs_differ_and_pad_little():
+    costs = lengths(5000)
+    one, other = epochs_of(BudgetBatchSampler(costs, 4000, padded=True), 2)
+    assert one != other
+    assert len(one) == len(other)
+    total = sum(cost_of(costs, batch, True) for batch in one)
+    assert sum(costs) <= total < 1.1 * sum(costs)
+    shuffled = torch.randperm(5000).split(20)
+    assert sum(cost_of(costs, batch, True) for batch in shuffled) > 2 * sum(costs), "the control"
+
+
+def test_ranks_have_alike_batches_in_a_step():
+    costs = lengths(3000)
+    shares = [list(BudgetBatchSampler(costs, 900, num_replicas=2, rank=rank)) for rank in (0, 1)]
+    means = [[costs[batch].double().mean() for batch in share] for share in shares]
+    apart = [abs(one / other - 1) for one, other in zip(*means, strict=True)]
+    assert sorted(apart)[len(apart) * 9 // 10] < 0.2

@@ -1,0 +1,105 @@
+"""Sizes for steps whose memory changes during a run, or from step to step."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from linnaeus.autobatch import auto_find_batch_size
+from tests.helpers.bits import bits
+from tests.helpers.ledger import room
+
+WIDTH = 2**18  # float32 values in one MiB
+
+
+def make_batch(size):
+    return torch.empty(size, WIDTH)
+
+
+class Growing(nn.Linear):
+    """Its steps allocate `factor` times the batch."""
+
+    factor = 1
+
+    def step(self, batch):
+        torch.empty(self.factor * len(batch), WIDTH)
+
+
+def setter(model, factor):
+    def prepare():
+        model.factor = factor
+        model.requires_grad_(factor > 1)
+        model.added = nn.Linear(2, 2)
+
+    return prepare
+
+
+def find(model, *factors, **options):
+    phases = [setter(model, factor) for factor in factors]
+    return auto_find_batch_size(
+        model.step, make_batch, state=[model], device="cpu", phases=phases, **room(100, **options)
+    )
+
+
+@pytest.mark.parametrize("factors", [(1, 3), (3, 1), (1, 2, 3)])
+def test_the_size_holds_in_all_phases_and_leaves_no_trace(factors):
+    model = Growing(2, 2).requires_grad_(False)
+    before = bits(model.state_dict())
+    found = find(model, *factors)
+    alone = find(model, 3)
+    assert abs(found.batch_size - alone.batch_size) <= 1
+    assert find(model, 1).batch_size > 1.5 * found.batch_size
+    assert (found.limited_by, found.certified) == ("memory", True)
+    assert model.factor == 1
+    assert not hasattr(model, "added")
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert bits(model.state_dict()) == before
+
+
+def test_what_needs_most_memory_first_costs_one_trial_for_each_later_phase():
+    model = Growing(2, 2)
+    assert len(find(model, 3, 1, 2).trials) == len(find(model, 3).trials) + 2
+
+
+def test_an_error_in_a_phase_is_raised_and_undone():
+    model = Growing(2, 2)
+
+    def broken():
+        model.factor = 9
+        raise KeyError("broken")
+
+    with pytest.raises(KeyError):
+        auto_find_batch_size(
+            model.step, make_batch, state=[model], device="cpu", phases=[broken], **room(50)
+        )
+    assert model.factor == 1
+
+
+@pytest.mark.parametrize("phases", [print, [None], "ab", [print, 3]])
+def test_phases_that_are_no_functions_are_refused(phases):
+    with pytest.raises(TypeError, match="phases"):
+        auto_find_batch_size(print, make_batch, device="cpu", phases=phases)
+
+
+def test_repeats_find_a_rare_peak():
+    def found_with(repeats):
+        calls = Counter()
+
+        def step(batch):
+            calls[len(batch)] += 1
+            torch.empty(
+                (2 if len(batch) > 30 and calls[len(batch)] == 4 else 1) * len(batch), WIDTH
+            )
+
+        options = room(100, repeats=repeats, steps_per_trial=1, min_batch_size=30)
+        return auto_find_batch_size(step, make_batch, device="cpu", max_batch_size=60, **options)
+
+    assert found_with(0).batch_size > 35 >= found_with(4).batch_size
+
+
+@pytest.mark.parametrize("repeats", [0, 3])
+def test_repeats_run_the_size_so_often(repeats):
+    found = find(Growing(2, 2), 1, repeats=repeats, max_batch_size=8)
+    assert len(found.peaks_bytes) == 1 + repeats
+    assert found.peak_bytes == max(found.peaks_bytes)

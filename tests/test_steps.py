@@ -1,0 +1,177 @@
+"""Runs that are measured in optimizer steps or limited to a part of the data, also stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from linnaeus.batch_plan.effective_batch import Facts
+from linnaeus.batch_plan.plan import plan_batches
+from linnaeus.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
+from linnaeus.data.bundle import dataset_length
+from linnaeus.data.datasets import build_data
+from linnaeus.main import cli
+from tests.helpers.configs import load
+from tests.helpers.runs import assert_same_bits, checkpoint_of, weights
+from tests.helpers.small_runs import NAME, PLAIN, Clusters, curve, lines_of, plan_of, validations_of
+from tests.test_resume import RESUMABLE, crashed, interrupted
+
+STEPS = (
+    *RESUMABLE,
+    "TRAIN.MAX_STEPS=17",
+    "TRAIN.VALIDATE_EVERY_STEPS=5",
+    "DATA.LIMIT_TRAIN_SAMPLES=90",
+    "DATA.LIMIT_VAL_SAMPLES=30",
+    "DATA.DATASET.length=120",
+)
+"""An epoch of 11 steps and 6 steps of the next one."""
+
+
+class Noise(Clusters):
+    """Labels that the points do not tell: only what was seen can be right."""
+
+    def __init__(self, split: str) -> None:
+        super().__init__(split)
+        self.labels = self.labels[
+            torch.randperm(len(self), generator=torch.Generator().manual_seed(1))
+        ]
+
+
+def assert_same_run(a, b) -> None:
+    """Weights, training and validation of two runs are equal bit for bit."""
+    assert_same_bits(weights(a), weights(b))
+    for split in ("train", "val"):
+        lines = [lines_of(each, split) for each in (a, b)]
+        names = lines[0][0].keys() - {
+            "time",
+            "data_s",
+            "compute_s",
+            "samples_per_s",
+            "peak_memory_gib",
+        }
+        kept = [[{name: line[name] for name in names} for line in each] for each in lines]
+        assert kept[0] == kept[1]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    assert cli([*STEPS, f"EXPERIMENT.OUTPUT_DIR={folder}"]) == 0
+    return folder / "plain"
+
+
+def test_a_run_of_steps_ends_with_its_schedule_and_a_validation(whole) -> None:
+    steps, rates, _ = curve(whole)
+    assert steps == [*range(1, 18)]
+    assert validations_of(whole) == [5, 10, 15, 17]
+    epochs = [line["epoch"] for line in lines_of(whole, "val")]
+    assert epochs == pytest.approx([40 / 90, 80 / 90, 1 + 32 / 90, 1 + 48 / 90], abs=1e-4)
+    saved = checkpoint_of(whole)
+    assert [group["lr"] for group in saved["state"]["optimizer"]["param_groups"]] == pytest.approx(
+        [0.001] * 2
+    ), "the floor of the schedule"
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    plan = plan_of(whole)
+    assert (plan["TOTAL_STEPS"], plan["STEPS_PER_EPOCH"]) == (17, 11)
+    assert json.loads((whole / "result.json").read_text())["total_steps"] == 17
+
+
+@pytest.mark.parametrize(
+    ("stop", "code", "validated"),
+    [
+        ((interrupted(30),), 130, []),
+        ((interrupted(40),), 130, []),  # the validation is due
+        ((interrupted(100),), 130, [5, 10]),  # in the second epoch
+        (crashed("val", 40), 1, [5]),  # in the second validation
+        (crashed("val", 100), 1, [5, 10, 15]),  # in the last one
+    ],
+)
+def test_a_run_of_steps_stopped_anywhere_goes_on_exactly(
+    run, tmp_path, whole, stop, code, validated
+):
+    folder = tmp_path / "runs/plain"
+    assert run(*STEPS, *stop).code == code
+    assert validations_of(folder) == validated
+    outcome = run(*STEPS)
+    assert outcome.code == 0, outcome.err
+    assert_same_run(folder, whole)
+    progress = [checkpoint_of(each)["progress"] for each in (folder, whole)]
+    assert progress[0] | {"seconds": 0} == progress[1] | {"seconds": 0}
+    again = run(*STEPS)
+    assert (again.code, "TRAIN.MAX_STEPS" in again.out) == (0, True), "it was finished"
+
+
+def test_more_steps_go_on_within_the_epoch(run, tmp_path, whole) -> None:
+    constant = ("SCHEDULE.NAME=constant", "SCHEDULE.WARMUP_STEPS=0")
+    assert run(*STEPS, *constant, f"{NAME}whole").code == 0
+    for steps in (9, 17):
+        assert run(*STEPS, *constant, f"TRAIN.MAX_STEPS={steps}").code == 0
+    runs = [tmp_path / "runs" / name for name in ("whole", "plain")]
+    assert validations_of(runs[1]) == [5, 9, 10, 15, 17]
+    assert_same_bits(*map(weights, runs))
+    assert curve(runs[0]) == curve(runs[1])
+
+
+def test_overfitting_validates_on_the_samples_that_train(run, tmp_path) -> None:
+    options = (
+        *PLAIN,
+        f"DATA.DATASET._target_={__name__}.Noise",
+        "OPTIMIZER.LR=0.05",
+        "DATA.BATCH_SIZE=8",
+    )
+    accuracy = {}
+    for more in ("TRAIN.OVERFIT_BATCHES=2", "DATA.LIMIT_TRAIN_SAMPLES=16"):
+        assert run(*options, more, "TRAIN.EPOCHS=80", "TRAIN.VALIDATE_EVERY=80").code == 0
+        assert plan_of(tmp_path / "runs/plain")["STEPS_PER_EPOCH"] == 2
+        accuracy[more] = lines_of(tmp_path / "runs/plain", "val")[-1]["top1/class"]
+    assert accuracy["TRAIN.OVERFIT_BATCHES=2"] == 1 > accuracy["DATA.LIMIT_TRAIN_SAMPLES=16"]
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (
+            "TRAIN.MAX_STEPS=9 TRAIN.BATCH_SCHEDULE.NAME=linear",
+            "TRAIN.MAX_STEPS",
+        ),
+        ("TRAIN.VALIDATE_EVERY=2 TRAIN.VALIDATE_EVERY_STEPS=5", "TRAIN.VALIDATE_EVERY_STEPS"),
+        ("TRAIN.OVERFIT_BATCHES=1 DATA.LIMIT_TRAIN_SAMPLES=9", "DATA.LIMIT_TRAIN_SAMPLES"),
+        ("TRAIN.OVERFIT_BATCHES=1 DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.ENABLED"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_one_error(run, options: str, key: str) -> None:
+    outcome = run(*PLAIN, *options.split())
+    assert (outcome.code, key in outcome.err) == (2, True), outcome.err
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_limit_takes_the_same_random_samples(name: str, split: str) -> None:
+    config = load(f"DATA.DATASET.NAME={name}", f"DATA.LIMIT_{split.upper()}_SAMPLES=40").DATA
+    every = build_data(replace(config, LIMIT_TRAIN_SAMPLES=None, LIMIT_VAL_SAMPLES=None), seed=3)
+    first, again, other = (build_data(config, seed=seed).splits[split] for seed in (3, 3, 4))
+    assert dataset_length(first) == 40 == len(first.targets)
+    assert torch.equal(first.targets, again.targets) > torch.equal(first.targets, other.targets)
+    classes = set(every.splits[split].targets[:, -1].tolist())
+    assert len(set(first.targets[:, -1].tolist())) > len(classes) / 2, (
+        "a random part has most classes"
+    )
+    assert torch.equal(first[7][1], first.targets[7])
+
+
+@pytest.mark.parametrize("max_steps", [1, 12, 13, 25, 40])
+@pytest.mark.parametrize("effective", [None, 8, 24])
+def test_the_plan_has_as_many_steps_as_wanted(max_steps: int, effective: int | None) -> None:
+    train = TrainConfig(MAX_STEPS=max_steps, EFFECTIVE_BATCH_SIZE=effective, EPOCHS=2)
+    facts = Facts(max_micro_batch_size=8, world_size=1, num_samples=100, learning_rate=0.1)
+    plan = plan_batches(train, OptimizerConfig(), ScheduleConfig(), facts)
+    assert plan.total_steps == max_steps
+    last, samples = plan.num_epochs - 1, plan.samples_per_epoch[-1]
+    assert plan.is_over(last, samples) > plan.is_over(last, 0)
+    assert plan.position(last, samples) == max_steps
+    taken = 8 if samples > 8 else 0  # resumed with other sizes: the rest has no sample more
+    rest = plan.rest_of_epoch(last, taken)
+    assert sum(each.effective_batch_size * each.num_steps for each in rest) <= samples - taken

@@ -1,0 +1,90 @@
+"""What one watches in a run: gradient norm, speed, waiting for data, memory, a profile."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+
+import pytest
+import torch
+
+from linnaeus.training.watch import Speed, TimedBatches, loader_advice
+from tests.helpers.runs import assert_same_bits, weights
+from tests.helpers.small_runs import NAME, PLAIN, lines_of
+
+WATCHED = ("data_s", "compute_s", "samples_per_s", "peak_memory_gib", "grad_norm")
+
+
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+def test_the_norm_of_a_gradient_is_logged_and_changes_nothing(run, tmp_path, amp: str) -> None:
+    """Without clipping it is measured for the lines alone."""
+    options = {
+        "often": ("TRAIN.CLIP_GRAD_NORM=null", "TRAIN.LOG_EVERY=1"),
+        "seldom": ("TRAIN.CLIP_GRAD_NORM=null", "TRAIN.LOG_EVERY=100"),
+        "clipped": ("TRAIN.CLIP_GRAD_NORM=1e9", "TRAIN.LOG_EVERY=1"),
+    }
+    lines = {}
+    for name, more in options.items():
+        assert run(*PLAIN, f"TRAIN.AMP={amp}", "TRAIN.EPOCHS=2", *more, f"{NAME}{name}").code == 0
+        lines[name] = lines_of(tmp_path / "runs" / name)
+        assert_same_bits(weights(tmp_path / "runs" / name), weights(tmp_path / "runs/often"))
+        assert all(line.keys() >= {*WATCHED} for line in lines[name])
+    norms = {name: [line["grad_norm"] for line in each] for name, each in lines.items()}
+    assert norms["often"] == pytest.approx(norms["clipped"], rel=1e-5)
+    steps = [line["step"] - 1 for line in lines["seldom"]]
+    assert norms["seldom"] == [norms["often"][step] for step in steps]
+    assert min(norms["often"]) > 0
+    for line in lines["often"]:
+        assert line["samples_per_s"] > 0 < line["peak_memory_gib"] < 100
+        assert line["data_s"] >= 0 <= line["compute_s"]
+
+
+def test_waiting_counts_for_the_line_in_which_it_ends() -> None:
+    times, speed = iter([0.0, 2.0, 5.0, 5.5, 9.0]), Speed()
+    batches = TimedBatches(iter(["a", "b"]), speed.add_wait, clock=lambda: next(times))
+    assert next(batches) == "a"
+    assert speed.read(4.0, 32) == {"data_s": 2.0, "compute_s": 2.0, "samples_per_s": 8.0}
+    assert next(batches) == "b"
+    assert speed.read(5.0, 48) == {"data_s": 0.5, "compute_s": 0.5, "samples_per_s": 16.0}
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("data_s", "compute_s", "is_slow"),
+    [(40.0, 60.0, True), (30.0, 70.0, False), (9.0, 1.0, False), (0.0, 0.0, False)],
+)
+def test_advice_on_the_loader_from_a_third_of_the_time(data_s, compute_s, is_slow: bool) -> None:
+    advice = loader_advice({"data_s": data_s, "compute_s": compute_s}, 3)
+    assert (advice is not None) == is_slow
+    assert not is_slow or "DATA.NUM_WORKERS (now 3)" in str(advice)
+
+
+def test_a_profile_has_the_steps_asked_for(run, tmp_path) -> None:
+    assert run(*PLAIN, "TRAIN.EPOCHS=2", "TRAIN.PROFILE=[2,4]").code == 0
+    with gzip.open(tmp_path / "runs/plain/logs/profile.json.gz") as file:
+        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step#") for name in names) == 3
+    assert run(*PLAIN, "TRAIN.EPOCHS=2", "TRAIN.PROFILE=[4,2]").code == 2
+    assert run(*PLAIN, "TRAIN.EPOCHS=1", "TRAIN.PROFILE=[3,99]", f"{NAME}short").code == 0
+    assert (tmp_path / "runs/short/logs/profile.json.gz").exists(), (
+        "the run ends before the last one"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_out_of_memory_on_cuda_leaves_a_snapshot(run, tmp_path, more: tuple[str, ...]) -> None:
+    size = ("DATA.DATASET.NAME=synthetic", "DATA.IMG_SIZE=64", "DATA.BATCH_SIZE=512")
+    model = ("MODEL.NAME=resnet10t", "EXPERIMENT.NAME=plain", "EXPERIMENT.DEVICE=cuda")
+    torch.cuda.set_per_process_memory_fraction(0.002)
+    try:
+        assert run(*size, *model, "DATA.DATASET.NUM_SAMPLES=512", *more).code == 3
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    path = tmp_path / "runs/plain/logs/memory_snapshot_rank0.pickle"
+    assert path.exists() == (not more)
+    if not more:
+        assert pickle.loads(path.read_bytes())["segments"]
