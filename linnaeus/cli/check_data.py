@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from linnaeus.cli.parser import CommandParser, Options, read_request
 from linnaeus.config.schema import Config
+from linnaeus.config.values import IMAGE_FILES
 from linnaeus.runtime.errors import ConfigError, DataError
 from linnaeus.runtime.words import counted, several
 
@@ -29,7 +30,7 @@ def run(_: Options, config: Config) -> int:
         DataError: lists the damaged files; or the labels cannot be used.
     """
     dataset = config.DATA.DATASET
-    if not isinstance(dataset, Mapping) and dataset.NAME not in ("imagefolder", "manifest"):
+    if not isinstance(dataset, Mapping) and dataset.NAME not in IMAGE_FILES:
         raise ConfigError(
             f"DATA.DATASET.NAME: {dataset.NAME!r} has no image files; "
             "add data=imagefolder or data=manifest"

@@ -31,6 +31,7 @@ from linnaeus.data.image import (
     find_damage,
     load_image,
 )
+from linnaeus.data.packed import container, opened
 from linnaeus.runtime.errors import DataError
 from linnaeus.runtime.words import counted
 
@@ -91,11 +92,11 @@ def find_copies(paths: Sequence[str]) -> list[list[int]]:
     by_size: dict[int, list[int]] = defaultdict(list)
     for position, path in enumerate(paths):
         with suppress(OSError):
-            by_size[os.stat(path).st_size].append(position)
+            by_size[os.stat(container(path)).st_size].append(position)
     by_content: dict[tuple[int, bytes], list[int]] = defaultdict(list)
     for size, positions in by_size.items():
         for position in positions if size and len(positions) > 1 else ():
-            with suppress(OSError), open(paths[position], "rb") as file:  # noqa: PTH123
+            with suppress(OSError), opened(paths[position]) as file:
                 digest = hashlib.file_digest(file, "blake2b").digest()
                 by_content[size, digest].append(position)
     return [positions for positions in by_content.values() if len(positions) > 1]
@@ -213,7 +214,7 @@ def _connect(place: Path | str) -> sqlite3.Connection:
 def _key(path: str) -> tuple[bytes, int, int]:
     """Path, size in bytes and time of modification; -1 where there is no such file."""
     try:
-        status = os.stat(path)
+        status = os.stat(container(path))
     except OSError:
         return os.fsencode(path), -1, -1
     return os.fsencode(path), status.st_size, status.st_mtime_ns

@@ -25,6 +25,7 @@ from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
 from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_channels, measure_ranges
 from linnaeus.data.image import DEFAULT_DECODING, Decoding, load_image
+from linnaeus.data.packed import container
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Pipeline, build_transforms
 from linnaeus.runtime.errors import ConfigError, DataError
@@ -644,5 +645,10 @@ def _missing(root: bytes, folder: bytes, paths: Paths) -> list[str]:
     held: set[bytes] = set()
     with suppress(OSError), os.scandir(os.path.join(root, folder or b".")) as entries:  # noqa: PTH118
         held = {entry.name for entry in entries if entry.is_file()}
-    absent = (path for path in paths if path.rpartition(b"/")[2] not in held)
+    absent = (
+        path
+        for path in paths
+        if not {(name := path.rpartition(b"/")[2]), os.fsencode(container(os.fsdecode(name)))}
+        & held
+    )
     return [os.fsdecode(os.path.join(root, path)) for path in absent]  # noqa: PTH118

@@ -132,6 +132,17 @@ def pick_folder(split: str, names: Sequence[str]) -> str:
     return split if split in names else names[0]
 
 
+def find_names(names: Sequence[str]) -> dict[str, str]:
+    """The name of each split among the names of all; one alone is for training.
+
+    >>> find_names(["train", "validation"]), find_names(["birds"])
+    ({'train': 'train', 'val': 'validation'}, {'train': 'birds'})
+    """
+    if len(names) == 1:
+        return {"train": names[0]}
+    return {split: pick_folder(split, some) for split, some in find_folders(names).items()}
+
+
 def find_nested_splits(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[str, ...]]:
     """The split of each path of folders whose class folders are divided: (split, the path without it).
 
