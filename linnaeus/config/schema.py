@@ -429,8 +429,7 @@ class AugmentConfig:
     MEAN: list[float] | None = key(
         None,
         "mean of each channel, on the 0-1 scale; null is that of the pretrained weights, else 0.5 for "
-        "each, or measured where files have other than 1 or 3 channels; for grey images, three values here "
-        "and in STD become one",
+        "each; for grey images, three values here and in STD become one",
     )
     STD: list[float] | None = key(
         None, "standard deviation of each channel; null as for MEAN", gt=0

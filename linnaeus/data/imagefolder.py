@@ -12,15 +12,12 @@ from pathlib import Path
 from statistics import median_high
 from unicodedata import normalize
 
-import numpy as np
-
 from linnaeus.config.schema import DatasetConfig
 from linnaeus.data import EXTENSIONS_TEXT, is_ignored, is_image, unread_note
 from linnaeus.data.image_files import FoundFiles, Listing, optional_test
 from linnaeus.data.splits import (
     SPLITS,
     find_folders,
-    find_nested_splits,
     is_filler,
     is_no_class,
     parse_split_name,
@@ -81,17 +78,15 @@ def read_folders(
                 levels,
                 depth or 1,
                 unread,
-                is_root=len(folders) == 1,
             )
-            first = next(iter(found.values()))
-            num_levels = len(first.lineages[0])
+            num_levels = len(found.lineages[0])
             depth = depth or num_levels
             if not is_inat and num_levels != depth:
                 raise DataError(
                     f"{folders[split]}: {counted(num_levels, 'level')} of class folders, but {depth} "
-                    f"elsewhere, such as for {os.fsdecode(first.paths[0])}"
+                    f"elsewhere, such as for {os.fsdecode(found.paths[0])}"
                 )
-            splits |= found
+            splits[split] = found
         dataset = replace(dataset, FOLDER_NAMES="inat2021" if is_inat else "nested")
     if dataset.FOLD is not None and "val" in splits and not evaluated:
         raise ConfigError(
@@ -187,12 +182,10 @@ def _read_folder(
     levels: Sequence[str] | None,
     pad_to: int,
     unread: Counter[str],
-    *,
-    is_root: bool,
-) -> tuple[dict[str, Listing], bool]:
-    """The images of a folder, which hold several splits where class folders are divided.
+) -> tuple[Listing, bool]:
+    """The images of a folder, and whether class folders are named as in iNaturalist 2021.
 
-    Also returns whether class folders are named as in iNaturalist 2021. `unread` counts other files.
+    `unread` counts other files.
     """
     images = _walk(folder, unread, need_all=split == "train")
     parts = [_class_names(folder, path.rpartition("/")[0]) for path in images]
@@ -201,18 +194,14 @@ def _read_folder(
         constant = {*filter(is_filler, constant)}
     if constant:
         parts = [tuple(name for name in part if name not in constant) for part in parts]
-    nested = find_nested_splits({*parts}) if is_root else {}
-    if split == "train" and not nested and dataset.LEVELS is None:
+    if split == "train" and dataset.LEVELS is None:
         _check_twins(folder, parts)
-    keys = [nested.get(part, ()) if nested else (split, *part) for part in parts]
-    for image, key in zip(images, keys, strict=True):
-        if len(key) < 2:
-            place = "folder of a split, but other class folders are divided into splits"
+    for image, part in zip(images, parts, strict=True):
+        if not part:
             raise DataError(
-                f"{folder / image}: an image in no {place if nested else 'class folder'}; move it into that "
-                "of its class, or list images and classes in a manifest (data=manifest)"
+                f"{folder / image}: an image in no class folder; move it into that of its class, or list "
+                "images and classes in a manifest (data=manifest)"
             )
-    parts = [key[1:] for key in keys]
     lineages = None
     if dataset.FOLDER_NAMES != "nested":
         lineages = _inat_lineages(folder, parts, dataset, levels or INAT_LEVELS)
@@ -223,16 +212,7 @@ def _read_folder(
             _check_depth(folder, images, parts, only_deeper=coarse is None)
         depth = max(1 if coarse is False else pad_to, *map(len, parts))
         lineages = {part: part + (None,) * (depth - len(part)) for part in {*parts}}
-    whole = Listing.of(str(folder), folder, images, [lineages[part] for part in parts])
-    if not nested:
-        return {split: whole}, is_inat
-    split_of = np.array([key[0] for key in keys])
-    found = {s: whole.take(split_of == s) for s in SPLITS}
-    return {
-        s: replace(listing, source=f"{folder} ({s} folders)")
-        for s, listing in found.items()
-        if len(listing.paths)
-    }, is_inat
+    return Listing.of(str(folder), folder, images, [lineages[part] for part in parts]), is_inat
 
 
 @functools.lru_cache(maxsize=1)
