@@ -277,12 +277,6 @@ class DatasetConfig:
         ge=0,
     )
     NUM_FOLDS: int = key(5, "folds of the cross-validation that FOLD counts", ge=2)
-    FOLDER_NAMES: str = key(
-        "auto",
-        "how folder names give labels: with `nested`, each folder depth is a level; "
-        "`inat2021` reads names such as `00000_Animalia_Chordata_...`; `auto` decides by the names",
-        choices=("auto", "nested", "inat2021"),
-    )
     IMAGE_COLUMN: str | None = key(
         None,
         "column that holds the image paths, or their names without the ending; null is the first column of "
