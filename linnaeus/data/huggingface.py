@@ -79,21 +79,24 @@ def _load(root: str | None) -> dict[str, Any]:
 
 def _read(data: Any, name: str, dataset: DatasetConfig, notes: list[str]) -> Table:
     """The rows of a split: its labels as texts, and the path of each image."""
-    from datasets import ClassLabel, Image
+    from datasets import ClassLabel, Image, Value
 
     path = Path(f"{dataset.ROOT} ({name})")
     data = data.flatten()  # a column `label` of columns becomes `label.family` and `label.species`
     features = data.features
-    images = [
-        x for x, each in features.items() if isinstance(each, Image) or "binary" in each.dtype
-    ]
+    # The feature of a column of lists is the feature of their elements.
+    kinds = {x: getattr(each, "feature", each) for x, each in features.items()}
+    types = {x: kind.dtype for x, kind in kinds.items() if isinstance(kind, ClassLabel | Value)}
+    images = [x for x in features if isinstance(features[x], Image) or "binary" in types.get(x, "")]
+    if not images:
+        raise ConfigError(
+            f"DATA.DATASET.NAME: {path} has no column of images, but {several([*features])}; set manifest "
+            "for a table of paths"
+        )
     column = image_column(
-        path, images, replace(dataset, IMAGE_COLUMN=dataset.IMAGE_COLUMN or (images or [None])[0])
+        path, images, replace(dataset, IMAGE_COLUMN=dataset.IMAGE_COLUMN or images[0])
     )
-    kinds = {
-        x: getattr(each, "feature", each) for x, each in features.items()
-    }  # of elements of lists
-    labels = [x for x, kind in kinds.items() if _TEXTS.match(kind.dtype or "")]
+    labels = [x for x, kind in types.items() if _TEXTS.match(kind)]
     named = {*(dataset.LEVELS or ()), dataset.SPLIT_COLUMN, dataset.GROUP_COLUMN}
     classes = [x for x in labels if isinstance(kinds[x], ClassLabel) or x in named]
     if dataset.LEVELS is None and classes:

@@ -249,8 +249,6 @@ def find_splits(files: FoundFiles, config: DataConfig, *, reads_images: bool = T
         train, val = hold_out(train, dataset, report, index.taxonomy)
     report_repeated(train, [val] if test is None else [val, test], report)
     trained, _ = make(train)
-    if lacking := classes_without_images(index.taxonomy, trained.labels):
-        report.append(f"no training image is left of: {several(lacking)}")
     if validated is None:
         validated, _ = make(val)
     return FileSplits(trained, validated, tested, index, report, source)
@@ -506,18 +504,6 @@ def _hashes(listing: Listing) -> Places:
     folder = os.fsencode(listing.root / "x")[:-1]
     whole = (path if path.startswith(b"/") else folder + path for path in listing.paths)
     return np.fromiter(map(hash, whole), np.int64, len(listing.paths))
-
-
-def classes_without_images(taxonomy: Taxonomy, labels: Tensor) -> list[str]:
-    """The classes that no training image has, such as where all of theirs are damaged."""
-    lacking: list[str] = []
-    for column, level in enumerate(taxonomy.levels):
-        if taxonomy.is_multilabel:
-            held = {*(labels == 1).any(dim=0).nonzero().flatten().tolist()}
-        else:
-            held = {*labels[:, column].tolist()}
-        lacking += [name for label, name in enumerate(level.classes) if label not in held]
-    return lacking
 
 
 def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict[int, str]]:

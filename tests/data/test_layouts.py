@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.datasets import build_data
 from linnaeus.data.split_file import save_split
 from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
@@ -502,19 +500,6 @@ def test_what_is_not_read_is_counted_once(tmp_path):
         (tmp_path / "train/cat/1.heic").touch()
         with pytest.raises(DataError, match=r"cat.*\.heic 1"):
             build(tmp_path)
-
-
-def test_classes_without_an_intact_training_image_are_named(tmp_path):
-    for each in CLASSES:
-        for split in ("train", "val"):
-            for i in range(2):
-                write_image(tmp_path / split / each / f"{i}.png", seed=i)
-    for i in range(2):
-        (tmp_path / f"train/dog/{i}.png").write_text("damaged")
-    node = DatasetConfig(NAME="imagefolder", ROOT=str(tmp_path))
-    bundle = build_data(DataConfig(DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE="skip"), seed=0)
-    assert levels(bundle) == FLAT
-    assert [line for line in bundle.report if line.endswith(": dog")]
 
 
 def test_folds_hold_out_each_image_once(tmp_path):

@@ -214,3 +214,27 @@ def test_parquet_with_images_is_no_manifest(tmp_path):
     in_parquet(tmp_path)
     with pytest.raises(DataError, match="huggingface"):
         build("manifest", tmp_path, IMAGE_COLUMN="photo")
+
+
+def test_a_column_of_lists_gives_several_labels(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    names = datasets.List(datasets.ClassLabel(names=[*CLASSES]))
+    columns = {"photo": datasets.Image(), "tags": names}
+    rows = {
+        "photo": [{"bytes": png(i), "path": None} for i in range(12)],
+        "tags": [[i % 3, (i + 1) % 3] if i else [] for i in range(12)],
+    }
+    data = datasets.Dataset.from_dict(rows, features=datasets.Features(columns))
+    data.save_to_disk(tmp_path / "tags")
+    bundle = build("huggingface", tmp_path / "tags", LABEL_SEPARATOR=",", LEVELS=["tags"])
+    assert bundle.taxonomy.levels[0].classes == CLASSES
+    targets = torch.cat([bundle.train.targets, bundle.val.targets])
+    assert sorted(targets.sum(dim=1).tolist())[1:] == [2] * 11
+
+
+def test_a_dataset_needs_a_column_of_images(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"image": ["1.png", "2.png"], "label": ["a", "b"]})
+    data.save_to_disk(tmp_path / "texts")
+    with pytest.raises(ConfigError, match=r"DATA\.DATASET\.NAME"):
+        build("huggingface", tmp_path / "texts")
