@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Mapping
@@ -74,19 +75,14 @@ def measure_sizes(setup: Setup, options: AnalyzeOptions, analysis: Analysis) -> 
         try:
             search = with_variant(setup, name).search()
             if name == CONFIGURED:
-                analysis.environment = {
-                    **device_environment(search.world.device),
-                    "total_bytes": device_memory(search.world.device).total_bytes,
-                    **run_settings(setup.config.MODEL, search),
-                }
-                logger.info("%s", device_sentence(analysis.environment))
+                analysis.environment = environment_of(setup, search)
+                logger.info("measured: %s", sentence(analysis.environment))
             for mode in options.modes:
                 _measure_mode(search, mode, name, options, analysis, setup.status)
             del search
         except Exception as error:
             add_reason(analysis, options, name, error)
         gc.collect()
-        analysis.compare_speeds()
 
 
 def add_reason(analysis: Analysis, options: AnalyzeOptions, name: str, error: Exception) -> None:
@@ -153,13 +149,12 @@ def _measure_mode(
                 logger.info(
                     "%s, %s: %s, %s", mode, row.memory, size, counted(len(row.trials), "trial")
                 )
-            speeds: dict[int, float] = {}
+            time = functools.cache(finder.time)
             for row in rows:
-                if (size_found := row.batch_size) is not None:
-                    if size_found not in speeds:
-                        speeds[size_found] = finder.time(size_found).samples_per_s
+                if row.batch_size is not None:
                     # Not finite, or 0: something else takes its memory now.
-                    row.samples_per_s = speeds[size_found] or None
+                    row.samples_per_s = time(row.batch_size).samples_per_s or None
+            analysis.compare_speeds()
     except AutoBatchError as error:  # the bounds leave no size to try
         analysis.rows += [replace(row, reason=str(error)) for row in rows]
 
@@ -212,12 +207,22 @@ def _find_quickly(finder: BatchSizeFinder, settings: SearchSettings) -> AutoBatc
 # The environment in which the results hold.
 
 
+def environment_of(setup: Setup, search: SizeSearch) -> dict[str, Any]:
+    """The device, its memory or the limit, and the settings of a run."""
+    limit_gb = search.config.AUTOBATCH.MEMORY_LIMIT_GB
+    total_bytes = device_memory(search.world.device).total_bytes
+    return {
+        **device_environment(search.world.device),
+        "total_bytes": total_bytes if limit_gb is None else min(int(limit_gb * GIB), total_bytes),
+        **run_settings(setup.config.MODEL, search),
+    }
+
+
 def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
     """The settings that memory depends on."""
     train, model = search.train, search.assembly.model
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     return {
-        "memory_limit_gb": search.config.AUTOBATCH.MEMORY_LIMIT_GB,
         "model": str(model_node["_target_"] if is_target(model_node) else model_node.NAME),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "precision": dtypes if train.AMP == "off" else f"{train.AMP} autocast over {dtypes}",
@@ -229,20 +234,14 @@ def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
     }
 
 
-def device_sentence(environment: Mapping[str, Any]) -> str:
-    """The device, and what is measured on it."""
-    limit = environment["memory_limit_gb"]
-    return (
-        f"measured on {environment['device']} ({environment['device_name']}) with "
-        f"{environment['total_bytes'] / GIB:.1f} GiB{'' if limit is None else f', taken as {limit:g} GiB'}, "
-        f"torch {environment['torch']}; {settings_sentence(environment)}"
-    )
-
-
-def settings_sentence(environment: Mapping[str, Any]) -> str:
-    """What is run, for people."""
+def sentence(environment: Mapping[str, Any]) -> str:
+    """What was run, and where, for people."""
     pixels = "×".join(map(str, environment["image_size"] or []))
+    where = environment["device_name"]
+    if "total_bytes" in environment:
+        where += f" with {environment['total_bytes'] / GIB:.3g} GiB"
     return (
         f"{environment['model']}, {environment['parameters']:,} parameters, {environment['precision']}, "
-        f"{environment['optimizer']}{pixels and f', {pixels} pixels'}"
+        f"{environment['optimizer']}{pixels and f', {pixels} pixels'}; {where}, torch "
+        f"{environment['torch']}"
     )

@@ -24,6 +24,7 @@ from linnaeus.cli.parser import (
 )
 from linnaeus.config.keys import suggest
 from linnaeus.config.schema import Config
+from linnaeus.runtime.errors import ConfigError
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 CONFIGURED = "as configured"
@@ -130,8 +131,7 @@ class AnalyzeOptions(Options):
         not_with=_SIZES,
     )
     predict: bool = option(
-        "predict the memory of the GPUs named by --gpu or --device-memory-gb, else of this machine's; "
-        "nothing is run",
+        "run nothing, and predict for the GPUs named by --gpu or --device-memory-gb",
         not_with=_SIZES,
     )
     gpu: list[Gpu] = option(
@@ -162,6 +162,12 @@ class AnalyzeOptions(Options):
         key="DIST.SHARDING",
         needs="--predict",
     )
+    require: int | None = option(
+        "exit with 3 where this batch size does not fit in the largest fraction",
+        "N",
+        read_count,
+        not_with=_SIZES,
+    )
     lr: bool = option(
         "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one"
     )
@@ -177,7 +183,14 @@ def read(argv: Sequence[str]) -> str | tuple[AnalyzeOptions, Config]:
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
-    return read_request(PARSER, argv)
+    request = read_request(PARSER, argv)
+    if not isinstance(request, str):
+        options = request[0]
+        if options.predict and not (options.gpu or options.device_memory_gb):
+            raise ConfigError(
+                "--predict: say for which GPUs with --gpu NAME, such as rtx-4090, or --device-memory-gb X"
+            )
+    return request
 
 
 PARSER = CommandParser(

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from linnaeus.autobatch.memory.oom import is_out_of_memory
-from linnaeus.cli.analyze.measure import Setup, run_settings
+from linnaeus.cli.analyze.measure import Setup, environment_of
 from linnaeus.cli.analyze.options import AnalyzeOptions
 from linnaeus.cli.tables import save_figures, table
 from linnaeus.config.schema import ScheduleConfig
@@ -22,7 +22,6 @@ from linnaeus.data.loader import build_loaders
 from linnaeus.runtime.errors import LinnaeusError, OutOfMemoryError
 from linnaeus.runtime.rng import seed_all
 from linnaeus.size_search.planned_sizes import prepare_search
-from linnaeus.size_search.report import device_environment
 from linnaeus.training.optim import scale_values
 from linnaeus.training.schedule import Schedule
 
@@ -84,7 +83,7 @@ def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None
     search, plan_for = prepare_search(config, data, setup.search().assembly, world, setup.console)
     plan, step = plan_for(config.DATA.BATCH_SIZE), search.assembly.train_step
     stage, optimizer = plan.stages[0], step.optimizer
-    test.environment = device_environment(world.device) | run_settings(config.MODEL, search)
+    test.environment = environment_of(setup, search)
     test.environment["effective_batch"] = stage.effective_batch_size
     scale_values(optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
     first, growth = FIRST / optimizer.param_groups[0]["lr"], LAST / FIRST
