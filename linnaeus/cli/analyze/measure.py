@@ -14,8 +14,7 @@ from rich.console import Console
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.settings import SearchSettings
+from linnaeus.autobatch.result import Mode
 from linnaeus.cli.analyze.options import CONFIGURED, VARIANTS, AnalyzeOptions
 from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.config.instantiate import is_target
@@ -31,7 +30,6 @@ from linnaeus.size_search.searches import SizeSearch
 from linnaeus.training.build import assemble
 
 logger = logging.getLogger("linnaeus.analysis")
-FURTHER_TRIALS = 3
 FURTHER_TOLERANCE = 0.05
 """Of the search of each fraction but the first: many fractions are to cost little more than one."""
 
@@ -140,15 +138,13 @@ def _measure_mode(
     """Search every fraction of one mode, the largest first, and time the sizes found."""
     rows = [Row(mode, fraction, variant) for fraction in sorted(options.fractions, reverse=True)]
     try:
-        num_found = 0
+        has_found = False
         with search.finder(mode, status) as finder:
             for row in rows:
                 analysis.rows.append(row)
-                num_found += _find(finder, row, is_first=not num_found) is not None
-                size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
-                logger.info(
-                    "%s, %s: %s, %s", mode, row.memory, size, counted(len(row.trials), "trial")
-                )
+                has_found |= _find(finder, row, is_first=not has_found)
+                trials = counted(len(row.trials), "trial")
+                logger.info("%s, %s: batch size %s, %s", mode, row.memory, row.size, trials)
             time = functools.cache(finder.time)
             for row in rows:
                 if row.batch_size is not None:
@@ -159,49 +155,31 @@ def _measure_mode(
         analysis.rows += [replace(row, reason=str(error)) for row in rows]
 
 
-def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> AutoBatchResult | None:
+def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> bool:
     """Search the fraction of a row, and fill the row even when the search is interrupted.
 
-    The first fraction is searched as training would search it, those below it with a few trials, which start
-    from what the earlier ones have shown. So their sizes may remain uncertified.
+    The first fraction is searched as training would search it, those below it more coarsely, from what the
+    earlier ones have shown. So their sizes may remain uncertified. Returns whether a size fits.
     """
     num_before = len(finder.trials)
     settings = replace(
         finder.settings, target_memory_fraction=row.memory_fraction, objective="memory", start=None
     )
+    if not is_first:
+        settings = replace(settings, strategy="guided", tolerance=FURTHER_TOLERANCE)
     row.limited_by = "interrupted"
     try:
-        result = finder.find(settings) if is_first else _find_quickly(finder, settings)
-        row.batch_size, row.certified, row.limited_by = (
-            result.batch_size,
-            result.certified,
-            result.limited_by,
-        )
+        result = finder.find(settings, confirm=is_first)
+        row.batch_size, row.certified = result.batch_size, result.certified
+        row.limited_by = result.limited_by
+        # Of the last trial of the size, which the search of an earlier fraction may have run.
+        row.peak_bytes = [t.peak_bytes for t in finder.trials if t.size == row.batch_size][-1]
     except AutoBatchError as error:
-        row.limited_by, row.reason, result = None, in_keys(str(error), row.mode), None
-    except KeyboardInterrupt:
-        fitting = (trial.size for trial in finder.trials if trial.fits(finder.budget_bytes))
-        row.batch_size = max(fitting, default=None)
-        raise
+        row.limited_by, row.reason = None, in_keys(str(error), row.mode)
     finally:
         row.budget_bytes = finder.budget_bytes or None
         row.trials = tuple(finder.trials[num_before:])
-        # Of the last trial of the size, which the search of an earlier fraction may have run.
-        peaks = [trial.peak_bytes for trial in finder.trials if trial.size == row.batch_size]
-        row.peak_bytes = peaks[-1] if peaks else None
-    return result
-
-
-def _find_quickly(finder: BatchSizeFinder, settings: SearchSettings) -> AutoBatchResult:
-    quick = replace(
-        settings, strategy="guided", tolerance=FURTHER_TOLERANCE, max_trials=FURTHER_TRIALS
-    )
-    try:
-        result = finder.find(quick, confirm=False)
-    except AutoBatchError:  # nothing has fitted yet, and a row needs a size
-        result = finder.find(replace(quick, max_trials=SearchSettings.max_trials), confirm=False)
-    # The bound on trials here is not DATA.AUTOBATCH.MAX_TRIALS, so it must not be reported as that.
-    return replace(result, limited_by="memory") if result.limited_by == "max_trials" else result
+    return row.batch_size is not None
 
 
 # The environment in which the results hold.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,23 +67,22 @@ def _ascending(read_one: Callable[[str], float], text: str) -> list[float]:
 
 
 def read_gpus(text: str) -> list[Gpu]:
-    """GPUs by their names, with commas between them; `ValueError` for a name that is not known."""
-    gpus = []
-    for name in map(str.strip, text.split(",")):
-        try:
-            gpus.append(find_gpu(name))
-        except KeyError:
-            hint = suggest(name.lower(), GPUS)
-            raise ValueError(
-                f"{name!r} is not a GPU of the list{hint}; known are {', '.join(GPUS)}; for others give "
-                "--device-memory-gb"
-            ) from None
-    return gpus
+    """GPUs by their names or GiB, with commas between them; `ValueError` for a name that is not known."""
+    return list(dict.fromkeys(map(_gpu, text.split(","))))
 
 
-def _memories(text: str) -> list[Gpu]:
-    sizes = [read_number("number of GiB", part) for part in text.split(",")]
-    return [Gpu(f"{size:g} GiB", int(size * GIB)) for size in sizes]
+def _gpu(name: str) -> Gpu:
+    if re.fullmatch(r"[\d.]+", name.strip()):
+        size = read_number("number of GiB", name)
+        return Gpu(f"{size:g} GiB", int(size * GIB))
+    try:
+        return find_gpu(name)
+    except KeyError:
+        hint = suggest(name.strip().lower(), GPUS)
+        raise ValueError(
+            f"{name!r} is not a GPU of the list{hint}; known are {', '.join(GPUS)}; for others give "
+            "their GiB, such as --gpu 24"
+        ) from None
 
 
 def _several(choices: Iterable[str], text: str) -> list[str]:
@@ -130,23 +130,13 @@ class AnalyzeOptions(Options):
         choices=VARIANTS,
         not_with=_SIZES,
     )
-    predict: bool = option(
-        "run nothing, and predict for the GPUs named by --gpu or --device-memory-gb",
-        not_with=_SIZES,
-    )
+    predict: bool = option("run nothing, and predict for the GPUs named by --gpu", not_with=_SIZES)
     gpu: list[Gpu] = option(
-        f"GPUs that need not be here: {', '.join(GPUS)}",
-        "NAME,...",
+        f"GPUs that need not be here, by name or by the GiB that torch sees: {', '.join(GPUS)}",
+        "NAME|GIB,...",
         read_gpus,
         list,
         choices=GPUS,
-        needs="--predict",
-    )
-    device_memory_gb: list[Gpu] = option(
-        "GPUs by the GiB that torch sees of their memory",
-        "X,...",
-        _memories,
-        list,
         needs="--predict",
     )
     world_size: list[int] = option(
@@ -186,9 +176,9 @@ def read(argv: Sequence[str]) -> str | tuple[AnalyzeOptions, Config]:
     request = read_request(PARSER, argv)
     if not isinstance(request, str):
         options = request[0]
-        if options.predict and not (options.gpu or options.device_memory_gb):
+        if options.predict and not options.gpu:
             raise ConfigError(
-                "--predict: say for which GPUs with --gpu NAME, such as rtx-4090, or --device-memory-gb X"
+                "--predict: name GPUs, such as --gpu rtx-4090, or their GiB: --gpu 24"
             )
     return request
 
@@ -202,6 +192,7 @@ PARSER = CommandParser(
     gone={
         "--remedies": "is gone; give --variants bf16,checkpointing",
         "--throughput": "is gone; every size found is timed",
+        "--device-memory-gb": "is gone; give --gpu GIB",
         "--hf": "is gone; predict the memory of language models with examples/llm_memory.py",
     },
 )

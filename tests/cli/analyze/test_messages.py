@@ -26,7 +26,7 @@ LINES = {
             "--memory-limit-gb=2",
             "--gpu=t4,rtx409",
             "--gpu=a100",
-            "--device-memory-gb=8,24GB",
+            "--gpu=8,24GB",
             "--variants=bf16,compiled",
             "--predict=1",
             "--foo",
@@ -35,13 +35,12 @@ LINES = {
     ),
     "options of earlier versions": (
         read,
-        ["--remedies", "--throughput", "--hf", "config.json"],
+        ["--remedies", "--throughput", "--device-memory-gb=24", "--hf", "config.json"],
     ),
     "options that need --predict": (
         read,
         [
             "--gpu=t4",
-            "--device-memory-gb=24",
             "--sharding=full",
             "--world-size=1,2",
         ],

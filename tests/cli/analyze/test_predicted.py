@@ -45,9 +45,7 @@ def test_one_prediction_answers_for_several_devices(run):
         *IMAGES,
         "--predict",
         "--gpu",
-        "H100,NVIDIA GeForce RTX 4090",
-        "--device-memory-gb",
-        "4",
+        "H100,NVIDIA GeForce RTX 4090,4",
         "--fractions",
         "0.5,0.9",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE=400000",
@@ -94,7 +92,7 @@ def test_one_prediction_answers_for_several_devices(run):
 
 
 def test_where_nothing_fits_at_all(run):
-    outcome = run("analyze", *WIDE, "--predict", "--device-memory-gb", "0.3", "--modes", "train")
+    outcome = run("analyze", *WIDE, "--predict", "--gpu", "0.3", "--modes", "train")
     assert outcome.code == 3
     assert "Traceback" not in outcome.err
     rows = json.loads(Path("batch_sizes.json").read_text())["results"]
@@ -191,7 +189,7 @@ def test_more_cards_that_share_a_model_take_no_smaller_batches(run):
         *DEEP,
         "DATA.DATASET.length=900000",
         "--predict",
-        "--device-memory-gb",
+        "--gpu",
         "1.5",
         "--fractions",
         "1",
