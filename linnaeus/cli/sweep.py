@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from linnaeus.cli.runs import Comparison
     from linnaeus.config.schema import Config
     from linnaeus.sweep.folder import Plan, Sweep, SweepRun
-    from linnaeus.sweep.grid import Combination
     from linnaeus.sweep.search import Study
+    from linnaeus.sweep.space import Combination
 
 DESCRIPTION = """\
 Trains once for each combination of values and compares the results: one run after another, several at once
@@ -136,7 +136,6 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
     # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
     from linnaeus.config.dump import to_yaml
     from linnaeus.sweep.folder import Sweep
-    from linnaeus.sweep.grid import read_grid
     from linnaeus.sweep.space import read_space
 
     options, rest, problems = PARSER.words(argv)
@@ -146,14 +145,10 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
         if problems:
             raise ConfigError(problems)
         return options, Sweep.read(Path(rest[0]).expanduser()), []
-    if options.search is None:
-        grid = read_grid(rest)
-        line, points = grid.line, grid.combinations
-        problems += line.problems + grid.problems
-    else:
-        space = read_space(rest)
-        line, points = space.line, list(space.corners()) if space.axes else []
-        problems += line.problems + space.problems
+    space = read_space(rest, is_search=options.search is not None)
+    line, points = space.line, list(space.grid() if options.search is None else space.corners())
+    problems += line.problems + space.problems
+    if options.search is not None:
         if find_spec("optuna") is None:
             problems.append("--search optuna: needs Optuna: pip install 'linnaeus[sweep]'")
         if options.trials is None and not any("--trials" in each for each in problems):

@@ -39,7 +39,7 @@ from linnaeus.runtime.run_folder import (
     holds_run,
     read_state,
 )
-from linnaeus.sweep.grid import NOT_SWEPT, Combination, title_of
+from linnaeus.sweep.space import NOT_SWEPT, Combination, title_of
 
 logger = logging.getLogger("linnaeus.sweep")
 ASKED = "logs/config.yaml"

@@ -52,7 +52,7 @@ class Study:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.sweep, self.optuna = sweep, optuna
-        self.space: Space = read_space(sweep.argv)
+        self.space: Space = read_space(sweep.argv, is_search=True)
         self._states = optuna.trial.TrialState
         path = str(sweep.folder / STUDY)
         with warnings.catch_warnings():

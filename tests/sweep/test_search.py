@@ -34,7 +34,7 @@ AXES = [
     ("key", "text", "expected"), AXES, ids=[f"{key}={text}" for key, text, _ in AXES]
 )
 def test_the_values_of_a_key(key, text, expected):
-    space = read_space([f"{key}={text}", "TRAIN.EPOCHS=2"])
+    space = read_space([f"{key}={text}", "TRAIN.EPOCHS=2"], is_search=True)
     assert space.problems == []
     [axis] = space.axes
     for name in ("low", "high"):
