@@ -399,11 +399,6 @@ class Share:
         ranks = ["--nproc", str(self.num_processes)] if self.num_processes > 1 else []
         return [sys.executable, "-m", "linnaeus.main", "work", str(folder), *ranks]
 
-    def __str__(self) -> str:
-        gpus = "" if self.gpus is None else f"GPU {', '.join(self.gpus) or 'none'}"
-        cores = f"CPU core {', '.join(map(str, self.cores))}" if self.cores else ""
-        return "; ".join(text for text in (gpus, cores) if text) or "the whole machine"
-
 
 def divide(num_jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Share]:
     """Equal shares of a machine; what cannot be divided equally is left over, and no share is empty.
@@ -445,12 +440,6 @@ def _shares(launch: LaunchOptions, plans: Sequence[Plan]) -> list[Share]:
     is_cpu = all(config.EXPERIMENT.DEVICE == "cpu" for _, config in plans)
     gpus = [] if is_cpu else visible_gpus()
     shares = divide(num_jobs, gpus, sorted(os.sched_getaffinity(0)) if num_jobs > 1 else [])
-    if num_jobs > 1 and not launch.dry_run:
-        logger.info(
-            "%s, each with its share: %s",
-            counted(num_jobs, "worker"),
-            " | ".join(map(str, shares)),
-        )
     if 0 < len(gpus) < num_jobs:
         logger.warning(
             "--jobs: %d runs share %s; what one takes is not free for the others, so give AutoBatch a limit "

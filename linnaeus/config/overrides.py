@@ -96,7 +96,7 @@ def read_value(text: str) -> Any:
     from hydra.errors import HydraException  # here, because Hydra takes long to import
 
     try:
-        override = _parse(text)
+        override = parsed(text)
     except (HydraException, RecursionError):
         if not re.match(r"\s*([\[{'\"]|\w+\()", text):
             return text
@@ -109,7 +109,7 @@ def read_value(text: str) -> Any:
 
 
 @functools.lru_cache(maxsize=1000)
-def _parse(text: str) -> Any:
+def parsed(text: str) -> Any:
     """Parse a value once: the runs of a sweep have most of theirs in common."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

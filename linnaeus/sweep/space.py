@@ -10,12 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
 
 from linnaeus.config.keys import KEYS, strip_optional
-from linnaeus.config.overrides import CommandLine, Override, parse_command_line
+from linnaeus.config.overrides import CommandLine, Override, parse_command_line, parsed
 from linnaeus.sweep.values import sweep_values
 
 NOT_SWEPT = ("EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR")
@@ -191,18 +190,15 @@ def _axis(override: Override, *, is_search: bool) -> Axis | None:
         return None
     if "interval(" in text and not is_search:
         raise ValueError(f"{text!r} is for a search: add --search optuna --trials N")
-    if "interval(" in text:
-        axis = _interval(key, text)
-    else:
-        axis = Axis(key, choices=tuple(sweep_values(text)))
-    if key in NOT_SWEPT and len(axis.choices) != 1:
+    choices = () if "interval(" in text else tuple(sweep_values(text))
+    if key in NOT_SWEPT and len(choices) != 1:
         raise ValueError("says where the sweep's files are and takes one value")
-    return axis
+    return Axis(key, choices=choices) if choices else _interval(key, text)
 
 
 def _interval(key: str, text: str) -> Axis:
     try:
-        value = OverridesParser.create().parse_override(f"value={text}").value()
+        value = parsed(text).value()
     except (HydraException, RecursionError):
         value = None
     if not isinstance(value, IntervalSweep):
