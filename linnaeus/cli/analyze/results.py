@@ -146,9 +146,8 @@ class Analysis:
         columns = [*_TEXTS[:3], *fractions, "peak GiB", "samples/s", "speed", "limited by"]
         headings = [name for name in columns if any(line.get(name) for line in lines.values())]
         cells = [[line.get(name, "") for name in headings] for line in lines.values()]
-        title = f"Maximum batch size; the last columns are at {fractions[-1]}"
-        if rows[0].device:
-            title = f"Maximum batch size, predicted with and without {MARGIN - 1:.0%} margin"
+        how = f", predicted with and without {MARGIN - 1:.0%} margin" if rows[0].device else ""
+        title = f"Maximum batch size{how}; the last columns are at {fractions[-1]}"
         console.print(table(title, headings, cells, left=_TEXTS))
         if any(row.batch_size is not None for row in rows):  # else it is the command's error
             for reason in self.reasons:
