@@ -132,7 +132,6 @@ class PredictedStep:
         bound: why there is none above the candidates, as in `AutoBatchResult.limited_by`.
     """
 
-    mode: Mode
     prediction: Prediction
     candidates: Candidates
     bound: str
@@ -196,12 +195,11 @@ def predicted_step(search: SizeSearch, mode: Mode) -> PredictedStep:
     try:
         prediction = search.predict(mode)
     except UntraceableError as error:
-        name = {"train": "training", "val": "validation"}[mode]
         raise ConfigError(
-            f"--predict: the {name} step cannot be traced without a GPU: {error}. See docs/prediction.md, or "
-            "measure it: leave --predict out on a machine with the GPU"
+            f"--predict: the step ({mode}) cannot be traced without a GPU: {error}. See docs/prediction.md, "
+            "or measure it: leave --predict out on a machine with the GPU"
         ) from error
-    return PredictedStep(mode, prediction, candidates, bound)
+    return PredictedStep(prediction, candidates, bound)
 
 
 # The sizes that fit.
