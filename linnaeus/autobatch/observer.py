@@ -205,6 +205,8 @@ def nothing_fits(
     reason = (
         f"the search ended ({setting}) before a {kind} fitted" if setting else f"no {kind} fits"
     )
+    if is_held := held_bytes >= limits.budget_bytes:  # then no size is small enough
+        reason += ", as the process already holds more than the budget"
     origin = "(memory_limit_gb)" if limits.total_name else f"on {device}"
     sizes = limits.budget_bytes, limits.total_bytes, held_bytes
     budget, total, held = map(in_units, sizes)
@@ -216,7 +218,7 @@ def nothing_fits(
         for trial in trials
     )
     remedies = [f"raise {setting}"] if setting else []
-    if held_bytes < limits.budget_bytes:  # else no size is small enough
+    if not is_held:
         smallest = "min_batch_size or " if min_batch_size > 1 else ""
         checkpointing = "gradient checkpointing or " if mode == "train" else ""
         lower = f"lower {smallest}the size of a sample"
@@ -229,11 +231,14 @@ def nothing_fits(
             )
     if has_history:
         remedies.append("lower history_size of LBFGS")
-    remedies.append("choose a smaller model")
-    raised = ["target_memory_fraction"] if limits.target_memory_fraction < 1 else []
-    raised += ["memory_limit_gb"] if limits.total_name else []
-    if raised:
-        remedies.append(f"raise {' or '.join(raised)}")
+    if is_held and limits.total_name:
+        needed = in_units(held_bytes / limits.target_memory_fraction)
+        remedies.append(f"raise memory_limit_gb above {needed}, plus the memory of a step")
+    else:
+        remedies.append("choose a smaller model")
+        raised = ["target_memory_fraction"] if limits.target_memory_fraction < 1 else []
+        raised += ["memory_limit_gb"] if limits.total_name else []
+        remedies += [f"raise {' or '.join(raised)}"] if raised else []
     if has_others:
         remedies.append(f"free memory on {device}")
     return (

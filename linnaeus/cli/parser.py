@@ -22,8 +22,6 @@ from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import CHECKPOINTS, CONFIG, suggest_run, temporary_name
 from linnaeus.sweep.slurm import FLAGS, LaunchOptions, problems_with
 
-COMPLETION = 'eval "$(register-python-argcomplete linnaeus)"'
-"""What a shell's start-up file needs for completion with TAB."""
 _NUMBER = re.compile(r"-([.\d]|(inf|nan)$)")
 
 
@@ -209,9 +207,6 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
             at += 1
             if not _is_option(name):
                 words.append(argv[begin])
-            elif name in ("--install-completion", "--show-completion"):
-                hint = f"{name}: completion is set up by {COMPLETION} in the shell's start-up file"
-                return options, [], [hint]
             elif self.takes_overrides and name in OPTIONS:
                 words.append(argv[begin])  # with the word that follows, if it is the value
             elif known is None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,6 @@ from linnaeus.cli.parser import (
     read_count,
 )
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, EXIT_SOME_FAILED, ConfigError, LinnaeusError
-from linnaeus.runtime.files import SWEEP
 from linnaeus.runtime.words import counted
 from linnaeus.sweep.slurm import LaunchOptions, check_sbatch
 
@@ -36,8 +34,8 @@ if TYPE_CHECKING:
     from linnaeus.cli.runs import Comparison
     from linnaeus.config.schema import Config
     from linnaeus.sweep.folder import Plan, Sweep, SweepRun
-    from linnaeus.sweep.grid import Combination
     from linnaeus.sweep.search import Study
+    from linnaeus.sweep.space import Combination
 
 DESCRIPTION = """\
 Trains once for each combination of values and compares the results: one run after another, several at once
@@ -78,8 +76,7 @@ LOOK_S, LOOK_AT_QUEUE_S = 1.0, 10.0
 """Pauses between two looks at the runs: of workers here, and of jobs."""
 METRIC = re.compile(r"loss|consistent|(top1|top5|macro|map|f1)/.+")
 """Names of validation metrics."""
-_FRAME_LINES = 8
-"""Lines of the live table beside its rows."""
+UNFINISHED = ("running", "interrupted", "not run")
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 Thing = TypeVar("Thing")
 Watch = Callable[[Callable[[], bool], Sequence[int], float], None]
@@ -122,9 +119,7 @@ class SweepOptions(Options):
         "let a search's runs train to their end even if they are worse than the median of the others",
         needs="--search",
     )
-    status: bool = option(
-        "show how far the runs are; the folder of a sweep may be all that follows"
-    )
+    status: bool = option("show how far the runs of the sweep in a folder are")
 
 
 def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
@@ -141,35 +136,24 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
     # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
     from linnaeus.config.dump import to_yaml
     from linnaeus.sweep.folder import Sweep
-    from linnaeus.sweep.grid import read_grid
     from linnaeus.sweep.space import read_space
 
     options, rest, problems = PARSER.words(argv)
-    if options.status and len(rest) == 1 and "=" not in rest[0] and not rest[0].startswith("-"):
+    if options.status:
+        if len(rest) != 1 or "=" in rest[0]:
+            problems.append("--status: give the folder of a sweep, such as runs/my_exp")
         if problems:
             raise ConfigError(problems)
         return options, Sweep.read(Path(rest[0]).expanduser()), []
-    if options.status and not rest and not problems:
-        raise ConfigError(
-            "--status: give the folder of a sweep, such as runs/my_exp, or its whole command"
-        )
-    if options.search is None:
-        grid = read_grid(rest)
-        line, points = grid.line, grid.combinations
-        problems += line.problems + grid.problems
-    else:
-        space = read_space(rest)
-        line, points = space.line, list(space.corners()) if space.axes else []
-        problems += line.problems + space.problems
+    space = read_space(rest, is_search=options.search is not None)
+    line, points = space.line, list(space.grid() if options.search is None else space.corners())
+    problems += line.problems + space.problems
+    if options.search is not None:
         if find_spec("optuna") is None:
             problems.append("--search optuna: needs Optuna: pip install 'linnaeus[sweep]'")
-        if (
-            options.trials is None
-            and not options.status
-            and not any("--trials" in p for p in problems)
-        ):
+        if options.trials is None and not any("--trials" in each for each in problems):
             problems.append("--trials: say how many runs the search may have, such as --trials 40")
-    is_here = options.launch.launcher != "slurm" and not (options.status or line.print_config)
+    is_here = options.launch.launcher != "slurm" and not line.print_config
     plans = _plans(points, problems, references=is_here)
     if problems:
         raise ConfigError(problems)
@@ -187,7 +171,7 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
     )
     if not options.launch.dry_run:
         sweep.check()
-    return options, Sweep.read(folder) if options.status else sweep, plans
+    return options, sweep, plans
 
 
 def _plans(
@@ -251,7 +235,7 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
         set_up_logging(None, rank=0, console=console)
     try:
         if options.status:
-            table = _comparison(sweep, _study(sweep), options)
+            table = _comparison(options, sweep, _study(sweep))
             _show(table, console)
             if problem := _missing_metric(table):
                 raise ConfigError(problem)
@@ -260,44 +244,40 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
         if options.launch.dry_run:
             console.print(_dry_run(options, sweep, shares), soft_wrap=True, end="")
             return 0
-        if options.launch.launcher == "slurm":
+        is_on_slurm = options.launch.launcher == "slurm"
+        if is_on_slurm:
             check_sbatch()
         sweep.write()
         sweep.repeat_failed()
         study = _study(sweep)
-        watch = partial(_watch, options, sweep, study, console)
+        watch = partial(_watch, sweep, study)
         received: list[int] = []  # signals, of which this process only takes note
         with handled((signal.SIGINT, signal.SIGTERM), lambda number, _: received.append(number)):
-            if options.launch.launcher == "slurm":
+            if is_on_slurm:
                 _watch_jobs(watch, options, sweep, received)
             else:
                 _watch_workers(watch, sweep, shares, received)
         sweep.check_is_there()
-        table = _report(options, sweep, study, console)
+        table = _comparison(options, sweep, study)
+        _report(table, sweep, console)
         if study is not None and (found := study.best()) is not None:
             logger.info("best: %s", found)
-        problem = _missing_metric(table)
     finally:
         close_logging()
     if received:
         return EXIT_INTERRUPTED
-    if problem:
+    if problem := _missing_metric(table):
         raise ConfigError(problem)
-    num_ended_well = _num_with(table, "finished", "pruned")
-    return 0 if num_ended_well and num_ended_well == len(table.rows) else EXIT_SOME_FAILED
-
-
-def _num_with(table: Comparison, *statuses: str) -> int:
-    """How many runs have one of these statuses."""
-    return sum(row.state.status in statuses for row in table.rows)
+    is_well = {row.state.status for row in table.rows} <= {"finished", "pruned"}
+    return 0 if table.rows and is_well else EXIT_SOME_FAILED
 
 
 # What is seen.
 
 
 def _study(sweep: Sweep) -> Study | None:
-    """The study of a search; None for a grid, or where the folder is not made yet."""
-    if sweep.trials is None or not (sweep.folder / SWEEP).exists():
+    """The study of a search; None for a grid."""
+    if sweep.trials is None:
         return None
     from linnaeus.sweep.search import Study
 
@@ -306,35 +286,26 @@ def _study(sweep: Sweep) -> Study | None:
 
 def _runs(sweep: Sweep, study: Study | None) -> list[SweepRun]:
     """The runs of a sweep: all of a grid, those of a search that were asked for."""
-    return (
-        sweep.grid() if study is None else [*{run.folder: run for _, run in study.runs()}.values()]
-    )
+    found = sweep.grid() if study is None else [run for _, run in study.runs()]
+    return [*{run.folder: run for run in found}.values()]
 
 
-def _comparison(sweep: Sweep, study: Study | None, options: SweepOptions) -> Comparison:
-    """The table of a sweep as it is now."""
-    return _table_of(_runs(sweep, study), options.metric or sweep.metric)
-
-
-def _table_of(runs: Sequence[SweepRun], metric: str | None) -> Comparison:
-    """The runs of a sweep side by side."""
+def _comparison(options: SweepOptions, sweep: Sweep, study: Study | None) -> Comparison:
+    """The runs of a sweep side by side, as they are now."""
     from linnaeus.cli.runs import Comparison, read_run
 
     rows = []
-    for entry in runs:
+    for entry in _runs(sweep, study):
         rows.append(row := read_run(entry.folder))
         row.values = entry.values
         row.problems = [each for each in row.problems if "what differs" not in each]  # it is known
-    return Comparison(rows, metric)
+    return Comparison(rows, options.metric or sweep.metric)
 
 
 def _show(table: Comparison, console: Console) -> None:
-    if table.rows:
-        console.print(table.table())
-        for sentence in table.sentences():
-            console.print(sentence, soft_wrap=True)
-    else:
-        console.print("no run has begun")
+    console.print(table.table() if table.rows else "no run has begun")
+    for sentence in table.sentences():
+        console.print(sentence, soft_wrap=True)
 
 
 def _missing_metric(table: Comparison) -> str | None:
@@ -343,16 +314,13 @@ def _missing_metric(table: Comparison) -> str | None:
     return problem and f"--metric: {problem}"
 
 
-def _report(
-    options: SweepOptions, sweep: Sweep, study: Study | None, console: Console
-) -> Comparison:
+def _report(table: Comparison, sweep: Sweep, console: Console) -> None:
     """Show the metrics, and write them to the files."""
     from linnaeus.cli.plots import draw_runs
 
-    table = _comparison(sweep, study, options)
     _show(table, console)
     if not table.rows:
-        return table
+        return
     try:
         for name in ("figures.json", "sweep.csv"):
             table.save(sweep.folder / name)
@@ -360,26 +328,22 @@ def _report(
         logger.info("written: %s, sweep.csv, sweep.png", sweep.folder.resolve() / "figures.json")
     except (OSError, LinnaeusError) as error:  # a full disk
         logger.warning("the metrics cannot be written: %s", error)
-    if left := _num_with(table, "running", "interrupted", "not run"):
+    if left := sum(row.state.status in UNFINISHED for row in table.rows):
         logger.info(
             "%s left; the same command resumes, and linnaeus work %s is one more worker",
             counted(left, "run"),
             shlex.quote(str(sweep.folder)),
         )
-    return table
 
 
 def _watch(
-    options: SweepOptions,
     sweep: Sweep,
     study: Study | None,
-    console: Console,
     goes_on: Callable[[], bool],
     received: Sequence[int],
     pause_s: float,
 ) -> None:
-    """Show what happens as long as workers work: on a terminal a table of the runs that train and of the last
-    that have ended, elsewhere a line for each change.
+    """Print a line for each run that begins or ends, as long as workers work.
 
     Args:
         goes_on: whether a worker that was started here works. Those that others have started are waited for
@@ -387,38 +351,20 @@ def _watch(
         received: the signals so far, which end the waiting for others.
         pause_s: seconds between two looks.
     """
-    from rich.live import Live
-
-    from linnaeus.runtime.console import is_interactive
     from linnaeus.runtime.run_folder import read_state
 
-    metric = options.metric or sweep.metric
-    known: dict[Path, str] = {}  # by the time of the last change
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        while True:
-            is_over = not goes_on()
-            runs = _runs(sweep, study)
-            states = [read_state(run.folder) for run in runs]
-            for run, state in zip(runs, states, strict=True):
-                if known.setdefault(run.folder, "not run") != state.status:
-                    known.pop(run.folder)
-                    known[run.folder] = state.status
-                    if not is_interactive(console):
-                        reason = f": {state.reason}" if state.reason else ""
-                        logger.info("%s: %s%s", run.title, state.status, reason)
-            if runs and is_interactive(console):
-                begun = [
-                    folder for folder, status in reversed(known.items()) if status != "not run"
-                ]
-                begun.sort(key=lambda folder: known[folder] != "running")
-                shown = {*begun[: max(console.height - _FRAME_LINES, 1)]}
-                numbers = Counter(state.status for state in states)
-                title = ", ".join(f"{number} {status}" for status, number in numbers.items())
-                table = _table_of([run for run in runs if run.folder in shown] or runs[:1], metric)
-                live.update(table.table(title), refresh=True)
-            if is_over and (received or not any(state.status == "running" for state in states)):
-                return
-            time.sleep(pause_s)
+    known: dict[Path, str] = {}
+    while True:
+        is_over = not goes_on()
+        for run in _runs(sweep, study):
+            state = read_state(run.folder)
+            if known.get(run.folder, "not run") != state.status:
+                reason = f": {state.reason}" if state.reason else ""
+                logger.info("%s: %s%s", run.title, state.status, reason)
+            known[run.folder] = state.status
+        if is_over and (received or "running" not in known.values()):
+            return
+        time.sleep(pause_s)
 
 
 # Workers on this machine.
@@ -453,11 +399,6 @@ class Share:
         ranks = ["--nproc", str(self.num_processes)] if self.num_processes > 1 else []
         return [sys.executable, "-m", "linnaeus.main", "work", str(folder), *ranks]
 
-    def __str__(self) -> str:
-        gpus = "" if self.gpus is None else f"GPU {', '.join(self.gpus) or 'none'}"
-        cores = f"CPU core {', '.join(map(str, self.cores))}" if self.cores else ""
-        return "; ".join(text for text in (gpus, cores) if text) or "the whole machine"
-
 
 def divide(num_jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Share]:
     """Equal shares of a machine; what cannot be divided equally is left over, and no share is empty.
@@ -470,16 +411,15 @@ def divide(num_jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Sha
     [(0,), (1,), (0,)]
     """
     return [
-        Share(_part(gpus, number, num_jobs) if gpus else None, _part(cores, number, num_jobs))
+        Share(_part(gpus, number, num_jobs) or None, _part(cores, number, num_jobs))
         for number in range(num_jobs)
     ]
 
 
 def _part(things: Sequence[Thing], number: int, num_jobs: int) -> tuple[Thing, ...]:
-    each = len(things) // num_jobs
-    if each == 0:
-        return (things[number % len(things)],) if things else ()
-    return tuple(things[number * each : (number + 1) * each])
+    each = max(len(things) // num_jobs, 1)
+    begin = number * each % max(len(things), 1)
+    return tuple(things[begin : begin + each])
 
 
 def visible_gpus() -> list[str]:
@@ -500,12 +440,6 @@ def _shares(launch: LaunchOptions, plans: Sequence[Plan]) -> list[Share]:
     is_cpu = all(config.EXPERIMENT.DEVICE == "cpu" for _, config in plans)
     gpus = [] if is_cpu else visible_gpus()
     shares = divide(num_jobs, gpus, sorted(os.sched_getaffinity(0)) if num_jobs > 1 else [])
-    if num_jobs > 1 and not launch.dry_run:
-        logger.info(
-            "%s, each with its share: %s",
-            counted(num_jobs, "worker"),
-            " | ".join(map(str, shares)),
-        )
     if 0 < len(gpus) < num_jobs:
         logger.warning(
             "--jobs: %d runs share %s; what one takes is not free for the others, so give AutoBatch a limit "
@@ -601,15 +535,10 @@ def _dry_run(options: SweepOptions, sweep: Sweep, shares: Sequence[Share]) -> st
     """What would be started."""
     if options.launch.launcher == "slurm":
         return _script(options, sweep)
-    lines = ["# in a folder that the command makes without --dry-run"]
-    lines.append(f"# {counted(len(shares), 'worker')}: {' | '.join(map(str, shares))}")
-    lines.append("# they take these runs, one after another:")
-    lines += [f"#   {run.title}" for run in sweep.grid()]
-    lines += (
-        [f"#   {sweep.trials} trials, whose values Optuna chooses"]
-        if sweep.trials is not None
-        else []
-    )
+    runs = [run.title for run in sweep.grid()]
+    if sweep.trials is not None:
+        runs = [f"{sweep.trials} trials, whose values Optuna chooses"]
+    lines = [f"# {counted(len(shares), 'worker')} for these runs:", *(f"#   {run}" for run in runs)]
     for share in shares:
         env = [f"{name}={value}" for name, value in share.env().items()]
         lines.append(shlex.join([*env, *share.command(sweep.folder)]))

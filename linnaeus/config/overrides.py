@@ -6,6 +6,8 @@ Overrides are `KEY VALUE`, or Hydra's `KEY=VALUE` with its prefixes `+`, `++` an
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import re
 import typing
@@ -91,11 +93,10 @@ def read_value(text: str) -> Any:
         ValueError: the text has several values; or it begins like a list, a mapping, a quoted text or a
             function, and is none.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException  # here, because Hydra takes long to import
 
     try:
-        override = OverridesParser.create().parse_override(f"value={text}")
+        override = parsed(text)
     except (HydraException, RecursionError):
         if not re.match(r"\s*([\[{'\"]|\w+\()", text):
             return text
@@ -104,7 +105,15 @@ def read_value(text: str) -> Any:
         ) from None
     if override.is_sweep_override():
         raise SeveralValuesError(f"{text!r:.80} has several values; quotes make them one text")
-    return override.value()
+    return copy.deepcopy(override.value())
+
+
+@functools.lru_cache(maxsize=1000)
+def parsed(text: str) -> Any:
+    """Parse a value once: the runs of a sweep have most of theirs in common."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_override(f"value={text}")
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from linnaeus.runtime.errors import LinnaeusError
-from linnaeus.runtime.words import several
+from linnaeus.runtime.words import in_units, several
 
 LOGS, CHECKPOINTS = "logs", "checkpoints"
 CONFIG, METRICS, RESULT, AUTOBATCH = "config.yaml", "metrics.jsonl", "result.json", "autobatch.json"
@@ -124,8 +124,8 @@ def why_not_written(error: OSError, folder: Path, num_bytes: int | None = None) 
     reason = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is used up"
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(nearest).free
-    needed = "" if num_bytes is None else f", and {num_bytes / GIB:.3g} GiB are needed"
-    return f"{reason}: {folder} has {free / GIB:.3g} GiB free{needed}"
+    needed = "" if num_bytes is None else f", and {in_units(num_bytes)} are needed"
+    return f"{reason}: {folder} has {in_units(free)} free{needed}"
 
 
 def not_written(path: Path, error: OSError) -> LinnaeusError:

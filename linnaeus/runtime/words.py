@@ -19,6 +19,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
+def in_units(num_bytes: float) -> str:
+    """A number of bytes in GiB, or in MiB below a tenth of one.
+
+    >>> in_units(2**31), in_units(3 * 2**20)
+    ('2.00 GiB', '3.0 MiB')
+    """
+    mib = num_bytes / 2**20
+    return f"{mib:.1f} MiB" if mib < 102.4 else f"{mib / 1024:.2f} GiB"
+
+
 def several(names: Sequence[str]) -> str:
     """The first few of many names, and how many more there are.
 

@@ -39,7 +39,7 @@ class SearchProgress(SearchLog):
 
     def __init__(self, mode: Mode, status: RankStatus, console: Console | None) -> None:
         super().__init__(mode)
-        self._status = status
+        self.status = status
         is_logged = logging.getLogger("linnaeus.autobatch").isEnabledFor(logging.INFO)
         is_shown = console is not None and is_interactive(console) and is_logged
         self._console = console if is_shown else None
@@ -51,7 +51,7 @@ class SearchProgress(SearchLog):
         """Update the status."""
         super().trial_started(size, purpose)
         number = f", trial {self.num_trials + 1}" if purpose in ("trial", "confirmation") else ""
-        self._status.update(f"{doing(self.mode, size, purpose)}{number}{self._so_far}")
+        self.status.update(f"{doing(self.mode, size, purpose)}{number}{self._so_far}")
 
     def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
         """Add a row."""

@@ -76,6 +76,7 @@ class SizeSearch:
     find_unused_parameters: bool = False
     console: Console | None = None
     wanted: int | None = None
+    _progress: dict[Mode, SearchProgress] = dataclasses.field(default_factory=dict)
 
     def settings(self, mode: Mode) -> SearchSettings:
         """The settings of a mode's search, each from the key of its name."""
@@ -140,7 +141,7 @@ class SizeSearch:
                 batches_per_step=training.num_micro_batches if is_training else 1,
                 train_once=None if trained_at is None else train_once,
                 before_trial=lambda size: training.discard_wrapper() if is_training else None,
-                observer=SearchProgress(mode, status, self.console),
+                observer=self._observer(mode, status),
                 empties_cache=True,  # before and after each validation
             ) as finder,
         ):
@@ -225,6 +226,12 @@ class SizeSearch:
             return BatchSpec(data.val, data.collate, num_samples, self.seed)
         choose = partial(data.on_device.choose, always=True)
         return BatchSpec(data.train, data.collate, num_samples, self.seed, choose)
+
+    def _observer(self, mode: Mode, status: RankStatus) -> SearchProgress:
+        """One for all searches of a mode: the bounds are told once, and trials have one count."""
+        progress = self._progress.setdefault(mode, SearchProgress(mode, status, self.console))
+        progress.status = status
+        return progress
 
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
         """Upper bounds of a mode's size beside device memory and MAX_BATCH_SIZE, by name."""

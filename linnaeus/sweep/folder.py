@@ -39,7 +39,7 @@ from linnaeus.runtime.run_folder import (
     holds_run,
     read_state,
 )
-from linnaeus.sweep.grid import NOT_SWEPT, Combination, title_of
+from linnaeus.sweep.space import NOT_SWEPT, Combination, title_of
 
 logger = logging.getLogger("linnaeus.sweep")
 ASKED = "logs/config.yaml"
@@ -237,9 +237,10 @@ class Sweep:
 
     def _replaces(self, earlier: Sweep) -> bool:
         """Whether every run of the earlier sweep has failed, and this one cannot try them once more."""
+        if self.trials is None and not self._difference(earlier):
+            return False
         states = {read_state(folder).status for folder in self.folder.iterdir()}
-        has_failed = "failed" in states and states <= {"failed", "not run"}
-        return has_failed and (self.trials is not None or bool(self._difference(earlier)))
+        return "failed" in states and states <= {"failed", "not run"}
 
     def _check_same(self, earlier: Sweep) -> None:
         """Refuse a folder that holds other runs."""

@@ -52,23 +52,22 @@ class Study:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.sweep, self.optuna = sweep, optuna
-        self.space: Space = read_space(sweep.argv)
+        self.space: Space = read_space(sweep.argv, is_search=True)
         self._states = optuna.trial.TrialState
         path = str(sweep.folder / STUDY)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            try:
-                journal = optuna.storages.journal
-                self.study = optuna.create_study(
-                    storage=optuna.storages.JournalStorage(journal.JournalFileBackend(path)),
-                    study_name="sweep",
-                    load_if_exists=True,
-                    direction="maximize",
-                )
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise ConfigError(
-                    f"EXPERIMENT.NAME: {path} is damaged; give the search another name"
-                ) from error
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        try:
+            journal = optuna.storages.journal
+            self.study = optuna.create_study(
+                storage=optuna.storages.JournalStorage(journal.JournalFileBackend(path)),
+                study_name="sweep",
+                load_if_exists=True,
+                direction="maximize",
+            )
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"EXPERIMENT.NAME: {path} is damaged; give the search another name"
+            ) from error
         self._asking = journal.JournalFileSymlinkLock(str(sweep.folder / "asking"))
 
     def check_configuration(self) -> None:
@@ -125,9 +124,7 @@ class Study:
             # Another seed for each trial, whichever worker asks. `constant_liar` keeps the sampler away from
             # points that are being run.
             seed = plan_run(next(self.space.corners())).EXPERIMENT.SEED + len(trials)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
-                self.study.sampler = self.optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+            self.study.sampler = self.optuna.samplers.TPESampler(seed=seed, constant_liar=True)
             trial = self.study.ask({axis.key: self._distribution(axis) for axis in self.space.axes})
         finally:
             with suppress(RuntimeError):  # taken away after 30 s in which this process stood still

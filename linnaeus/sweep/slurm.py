@@ -24,9 +24,6 @@ from linnaeus.runtime.run_folder import own_job, read_state
 
 GRACE_S = 180
 """Seconds before the time limit at which SLURM tells the job to save a checkpoint."""
-CONTROLLER_S = 600
-"""Longest wait for a controller that does not answer, in seconds."""
-RETRY_S = 5.0
 FLAGS = (
     "contiguous",
     "exclusive",
@@ -93,9 +90,10 @@ def script(
         words: what follows `python -m linnaeus.sweep.slurm`.
         jobs: in the array; 1 for none.
     """
+    logs = str(folder.resolve()).replace("%", "%%")  # as in patterns of sbatch
     ours = {
         "job-name": name,
-        "output": f"{_literal(folder)}/{'%A_%a' if jobs > 1 else '%j'}.out",
+        "output": f"{logs}/{'%A_%a' if jobs > 1 else '%j'}.out",
         "open-mode": "append",
         "requeue": None,
         "signal": f"B:USR1@{GRACE_S}",
@@ -110,11 +108,6 @@ def script(
     command = shlex.join([sys.executable, "-u", "-m", "linnaeus.sweep.slurm", *words])
     here = shlex.quote(str(Path.cwd()))
     return "\n".join(["#!/bin/bash", *lines, f"cd {here} || exit", f"exec {command}", ""])
-
-
-def _literal(folder: Path) -> str:
-    """Escape `%` in a path for sbatch file name patterns."""
-    return str(folder.resolve()).replace("%", "%%")
 
 
 def _quoted(value: str) -> str:
@@ -195,14 +188,10 @@ def submit_command(
     if options.dry_run:
         return text
     number = submit(folder, text)
-    log = options.slurm.get("output") or f"{_literal(folder)}/%j.out"
-    known = {"%%": "%", "%j": number, "%x": f"linnaeus-{command}"}
-    log = shlex.quote(re.sub("%[%jx]", lambda found: known[found[0]], log))
+    log = options.slurm.get("output") or str(folder.resolve() / f"{number}.out")
     return (
         f"submitted as SLURM job {number}: linnaeus {shlex.join([command, *words])}\n"
-        f"log:    {log}\nfollow: tail --retry --follow=name {log}\n"
-        f"state:  squeue --jobs={number}\n"
-        f"cancel: scancel {number}\n"
+        f"log:    {shlex.quote(log)}\ncancel: scancel {number}\n"
     )
 
 
@@ -277,21 +266,10 @@ def _endpoint(env: Mapping[str, str]) -> str:
         free.bind(("", 0))
         port = free.getsockname()[1]
     name = env.get("SLURMD_NODENAME") or socket.gethostname()
-    address = re.search(r"\bNodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", name).stdout)
+    address = re.search(
+        r"\bNodeAddr=(\S+)", _call("scontrol", "--oneliner", "show", "node", name).stdout
+    )
     return f"{address[1] if address else name}:{port}"
-
-
-def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
-    """Call `scontrol`; a controller that restarts is waited for."""
-    deadline = time.monotonic() + CONTROLLER_S
-    while True:
-        done = _call("scontrol", *words)
-        is_away = re.search(
-            "unable to contact|connect failure|refused|timed out", done.stderr, re.IGNORECASE
-        )
-        if done.returncode == 0 or not is_away or time.monotonic() > deadline:
-            return done
-        time.sleep(RETRY_S)
 
 
 def was_preempted(shown: str) -> bool:
@@ -318,7 +296,7 @@ def _queue_again(received: Sequence[int], has_progress: bool) -> None:
     job, why = own_job(), TIME_IS_OVER  # SLURM_JOB_ID of a task may be that of the whole array
     if signal.SIGUSR1 not in received:
         why = "another job has preempted it"
-        if not was_preempted(_scontrol("--oneliner", "show", "job", job).stdout):
+        if not was_preempted(_call("scontrol", "--oneliner", "show", "job", job).stdout):
             return
     elif not has_progress and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
         print(
@@ -326,7 +304,7 @@ def _queue_again(received: Sequence[int], has_progress: bool) -> None:
         )
         return
     print(f"queued again, because {why}", flush=True)
-    if said := _scontrol("requeue", job).stderr.strip():
+    if said := _call("scontrol", "requeue", job).stderr.strip():
         print(f"not queued again after all: {said}")
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString, RangeSweep, Transformer
 from hydra.errors import HydraException
 
-from linnaeus.config.overrides import read_value
+from linnaeus.config.overrides import parsed, read_value
 
 
 def sweep_values(text: str) -> list[str]:
@@ -28,7 +27,7 @@ def sweep_values(text: str) -> list[str]:
         ValueError: the text is a list whose values cannot be told.
     """
     try:
-        override = OverridesParser.create().parse_override(f"value={text}")
+        override = parsed(text)
     except (HydraException, RecursionError):
         if "," in text and not text.startswith("["):
             raise ValueError(

@@ -269,6 +269,7 @@ def test_messages(golden, caplog, monkeypatch):
         "nothing fits": {},
         "nothing fits beside others": {"limits": beside},
         "nothing fits within a limit": {"is_limited": True},
+        "a limit below what is held": {"is_limited": True, "held_bytes": GIB},
         "the trials ran out": {"limited_by": "max_trials", "trials": over},
         "the history of LBFGS": {"has_history": True},
         "a budget of tokens": {"unit": "tokens"},

@@ -122,7 +122,6 @@ LINES = {
     "options of sbatch without a launcher": (train, ["--slurm", "nodes=2"]),
     "a status without a folder": (sweep, ["--status"]),
     "the status of a folder that is not there": (sweep, ["--status", "runs/nope"]),
-    "completion": (train, ["--install-completion", "bash"]),
     "a URL": (train, ["--cfg", "https://example.org/a.yaml"]),
 }
 

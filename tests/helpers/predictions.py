@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from linnaeus.autobatch.predict.gpus import GIB
+from linnaeus.autobatch.predict.gpus import GIB, Gpu
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
 from linnaeus.cli.analyze.measure import Setup
@@ -96,6 +96,7 @@ def row_of(
     mode: Mode, *argv: str, gib: float = 16, fraction: float = 1, limit_gb: float | None = None
 ) -> Row:
     """What is predicted for a device of a memory."""
-    row = Row(mode, fraction, device=f"{gib:g} GiB", device_bytes=int(gib * GIB), base_bytes=BASE)
-    fill(row, predicted(mode, *argv), limit_gb)
+    gpu = Gpu(f"{gib:g} GiB", int(gib * GIB), (BASE / MIB,) * 3)
+    row = Row(mode, fraction, device=gpu.name)
+    fill(row, predicted(mode, *argv), gpu, limit_gb)
     return row

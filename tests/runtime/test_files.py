@@ -98,7 +98,7 @@ def test_a_disk_without_room_is_told_from_other_errors(tmp_path):
     full, quota, other = (
         OSError(number, os.strerror(number)) for number in (ENOSPC, EDQUOT, EROFS)
     )
-    assert "3 GiB" in why_not_written(full, folder, 3 * 2**30)
+    assert "3.0 MiB" in why_not_written(full, folder, 3 * 2**20)
     assert str(folder) in why_not_written(full, folder, 3 * 2**30)
     assert "quota" in why_not_written(quota, folder, 1)
     assert why_not_written(other, folder, 1) == os.strerror(EROFS)

@@ -275,6 +275,20 @@ def test_each_training_trial_and_timing_makes_its_own_wrapper(
         assert len(wrappers) == 2 + len(finder.trials)
 
 
+def test_several_searches_of_a_mode_are_told_as_one(caplog: pytest.LogCaptureFixture) -> None:
+    """As those of a sharded run: each rank alone, then all together."""
+    search, _ = prepared(OWN_MODEL, OWN_DATA)
+    caplog.set_level("INFO", "linnaeus.autobatch")
+    numbers = []
+    for _ in range(2):
+        with search.finder("train", RankStatus()) as finder:
+            finder.find()
+            numbers.append(len(finder.trials))
+    told = {text.partition(":")[0] for text in caplog.messages if ", trial " in text}
+    assert len(told) == sum(numbers), "each trial has its own number"
+    assert len([text for text in caplog.messages if "budget" in text]) == 1
+
+
 def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
     options = (*MIXED, "TRAIN.AMP=bf16", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
     search, assembly = prepared(*BARE, OWN_MODEL, *options)

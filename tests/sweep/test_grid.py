@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from linnaeus.cli.sweep import read
 from linnaeus.config.load import load_config
-from linnaeus.sweep.grid import Combination, read_grid
+from linnaeus.sweep.space import Combination, read_space
 from linnaeus.sweep.values import sweep_values
 from tests.helpers.run_files import planned_sweep, write_run
 
@@ -44,9 +44,9 @@ def test_lists_that_cannot_be_run_through():
 
 def test_every_spelling_makes_the_same_grid():
     def configs(*argv):
-        found = read_grid(argv)
+        found = read_space(argv)
         assert found.problems == []
-        loaded = [load_config(one.argv).config for one in found.combinations]
+        loaded = [load_config(one.argv).config for one in found.grid()]
         return [(config.DATA.BATCH_SIZE, config.OPTIMIZER.LR) for config in loaded]
 
     expected = [(32, 0.1), (32, 0.2), (64, 0.1), (64, 0.2)]
@@ -57,21 +57,23 @@ def test_every_spelling_makes_the_same_grid():
 
 
 def test_values_reach_the_configuration_as_typed():
-    found = read_grid(["DATA.DATASET.NUM_CLASSES=[2,6],[3,9]", "EXPERIMENT.WANDB.GROUP='a,b',null"])
-    seen = [load_config(one.argv).config for one in found.combinations]
+    found = read_space(
+        ["DATA.DATASET.NUM_CLASSES=[2,6],[3,9]", "EXPERIMENT.WANDB.GROUP='a,b',null"]
+    )
+    seen = [load_config(one.argv).config for one in found.grid()]
     classes = [(one.DATA.DATASET.NUM_CLASSES, one.EXPERIMENT.WANDB.GROUP) for one in seen]
     assert classes == [([2, 6], "a,b"), ([2, 6], None), ([3, 9], "a,b"), ([3, 9], None)]
 
 
 def test_a_key_set_again_is_not_swept():
-    found = read_grid(["DATA.BATCH_SIZE=32,64", "TRAIN.EPOCHS=1,2", "DATA.BATCH_SIZE=8"])
-    assert [one.title for one in found.combinations] == ["TRAIN.EPOCHS=1", "TRAIN.EPOCHS=2"]
-    assert {load_config(one.argv).config.DATA.BATCH_SIZE for one in found.combinations} == {8}
+    found = read_space(["DATA.BATCH_SIZE=32,64", "TRAIN.EPOCHS=1,2", "DATA.BATCH_SIZE=8"])
+    assert [one.title for one in found.grid()] == ["TRAIN.EPOCHS=1", "TRAIN.EPOCHS=2"]
+    assert {load_config(one.argv).config.DATA.BATCH_SIZE for one in found.grid()} == {8}
 
 
 def test_names_are_readable():
-    found = read_grid(["DATA.BATCH_SIZE=32,64", "MODEL.KWARGS.norm=/a/b,c"])
-    names = [one.name for one in found.combinations]
+    found = read_space(["DATA.BATCH_SIZE=32,64", "MODEL.KWARGS.norm=/a/b,c"])
+    names = [one.name for one in found.grid()]
     assert names[1] == "DATA.BATCH_SIZE=32,MODEL.KWARGS.norm=c"
     assert re.fullmatch(r"DATA.BATCH_SIZE=32,MODEL.KWARGS.norm=-a-b-[0-9a-f]{8}", names[0])
 
@@ -135,8 +137,8 @@ def test_each_run_has_its_own_place():
 
 
 def test_values_with_escapes_arrive_as_in_one_run():
-    grid = read_grid([r"EXPERIMENT.WANDB.PROJECT=a\,b,c d,'e,f'"])
-    found = [load_config(each.argv).config.EXPERIMENT.WANDB.PROJECT for each in grid.combinations]
+    grid = read_space([r"EXPERIMENT.WANDB.PROJECT=a\,b,c d,'e,f'"])
+    found = [load_config(each.argv).config.EXPERIMENT.WANDB.PROJECT for each in grid.grid()]
     assert found == ["a,b", "c d", "e,f"]
 
 

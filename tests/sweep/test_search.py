@@ -34,7 +34,7 @@ AXES = [
     ("key", "text", "expected"), AXES, ids=[f"{key}={text}" for key, text, _ in AXES]
 )
 def test_the_values_of_a_key(key, text, expected):
-    space = read_space([f"{key}={text}", "TRAIN.EPOCHS=2"])
+    space = read_space([f"{key}={text}", "TRAIN.EPOCHS=2"], is_search=True)
     assert space.problems == []
     [axis] = space.axes
     for name in ("low", "high"):
@@ -110,6 +110,20 @@ def test_two_workers_share_a_study_and_ask_for_no_trial_too_many(open_study):
     assert f"{runs[0][1].title} with 0.5" in str(one.best())
     assert open_study(RATES, trials=4).ask() is not None, "more trials are asked for"
     assert one.ask() is None
+
+
+@pytest.mark.parametrize("trials", [2, 3])
+def test_a_failed_trial_is_not_repeated_but_more_may_be_asked_for(open_study, trials):
+    study = open_study(RATES, trials=2)
+    for value, code in ((0.5, 0), (None, 1)):
+        asked = study.ask()
+        assert asked is not None
+        end(asked[1], value, code)
+    again = open_study(RATES, trials=trials)  # the command is issued once more
+    again.sweep.repeat_failed()
+    assert [*again.open_trials()] == []
+    assert states(again) == ["COMPLETE", "FAIL"]
+    assert (again.ask() is not None) == (trials == 3)
 
 
 def test_a_run_that_was_interrupted_is_not_told(open_study):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Mapping
@@ -13,8 +14,7 @@ from rich.console import Console
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.settings import SearchSettings
+from linnaeus.autobatch.result import Mode
 from linnaeus.cli.analyze.options import CONFIGURED, VARIANTS, AnalyzeOptions
 from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.config.instantiate import is_target
@@ -30,7 +30,6 @@ from linnaeus.size_search.searches import SizeSearch
 from linnaeus.training.build import assemble
 
 logger = logging.getLogger("linnaeus.analysis")
-FURTHER_TRIALS = 3
 FURTHER_TOLERANCE = 0.05
 """Of the search of each fraction but the first: many fractions are to cost little more than one."""
 
@@ -74,19 +73,14 @@ def measure_sizes(setup: Setup, options: AnalyzeOptions, analysis: Analysis) -> 
         try:
             search = with_variant(setup, name).search()
             if name == CONFIGURED:
-                analysis.environment = {
-                    **device_environment(search.world.device),
-                    "total_bytes": device_memory(search.world.device).total_bytes,
-                    **run_settings(setup.config.MODEL, search),
-                }
-                logger.info("%s", device_sentence(analysis.environment))
+                analysis.environment = environment_of(setup, search)
+                logger.info("measured: %s", sentence(analysis.environment))
             for mode in options.modes:
                 _measure_mode(search, mode, name, options, analysis, setup.status)
             del search
         except Exception as error:
             add_reason(analysis, options, name, error)
         gc.collect()
-        analysis.compare_speeds()
 
 
 def add_reason(analysis: Analysis, options: AnalyzeOptions, name: str, error: Exception) -> None:
@@ -144,72 +138,62 @@ def _measure_mode(
     """Search every fraction of one mode, the largest first, and time the sizes found."""
     rows = [Row(mode, fraction, variant) for fraction in sorted(options.fractions, reverse=True)]
     try:
-        num_found = 0
+        has_found = False
         with search.finder(mode, status) as finder:
             for row in rows:
                 analysis.rows.append(row)
-                num_found += _find(finder, row, is_first=not num_found) is not None
-                size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
-                logger.info(
-                    "%s, %s: %s, %s", mode, row.memory, size, counted(len(row.trials), "trial")
-                )
-            speeds: dict[int, float] = {}
+                has_found |= _find(finder, row, is_first=not has_found)
+                trials = counted(len(row.trials), "trial")
+                logger.info("%s, %s: batch size %s, %s", mode, row.memory, row.size, trials)
+            time = functools.cache(finder.time)
             for row in rows:
-                if (size_found := row.batch_size) is not None:
-                    if size_found not in speeds:
-                        speeds[size_found] = finder.time(size_found).samples_per_s
+                if row.batch_size is not None:
                     # Not finite, or 0: something else takes its memory now.
-                    row.samples_per_s = speeds[size_found] or None
+                    row.samples_per_s = time(row.batch_size).samples_per_s or None
+            analysis.compare_speeds()
     except AutoBatchError as error:  # the bounds leave no size to try
         analysis.rows += [replace(row, reason=str(error)) for row in rows]
 
 
-def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> AutoBatchResult | None:
+def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> bool:
     """Search the fraction of a row, and fill the row even when the search is interrupted.
 
-    The first fraction is searched as training would search it, those below it with a few trials, which start
-    from what the earlier ones have shown. So their sizes may remain uncertified.
+    The first fraction is searched as training would search it, those below it more coarsely, from what the
+    earlier ones have shown. So their sizes may remain uncertified. Returns whether a size fits.
     """
     num_before = len(finder.trials)
     settings = replace(
         finder.settings, target_memory_fraction=row.memory_fraction, objective="memory", start=None
     )
+    if not is_first:
+        settings = replace(settings, strategy="guided", tolerance=FURTHER_TOLERANCE)
     row.limited_by = "interrupted"
     try:
-        result = finder.find(settings) if is_first else _find_quickly(finder, settings)
-        row.batch_size, row.certified, row.limited_by = (
-            result.batch_size,
-            result.certified,
-            result.limited_by,
-        )
+        result = finder.find(settings, confirm=is_first)
+        row.batch_size, row.certified = result.batch_size, result.certified
+        row.limited_by = result.limited_by
+        # Of the last trial of the size, which the search of an earlier fraction may have run.
+        row.peak_bytes = [t.peak_bytes for t in finder.trials if t.size == row.batch_size][-1]
     except AutoBatchError as error:
-        row.limited_by, row.reason, result = None, in_keys(str(error), row.mode), None
-    except KeyboardInterrupt:
-        fitting = (trial.size for trial in finder.trials if trial.fits(finder.budget_bytes))
-        row.batch_size = max(fitting, default=None)
-        raise
+        row.limited_by, row.reason = None, in_keys(str(error), row.mode)
     finally:
         row.budget_bytes = finder.budget_bytes or None
         row.trials = tuple(finder.trials[num_before:])
-        # Of the last trial of the size, which the search of an earlier fraction may have run.
-        peaks = [trial.peak_bytes for trial in finder.trials if trial.size == row.batch_size]
-        row.peak_bytes = peaks[-1] if peaks else None
-    return result
-
-
-def _find_quickly(finder: BatchSizeFinder, settings: SearchSettings) -> AutoBatchResult:
-    quick = replace(
-        settings, strategy="guided", tolerance=FURTHER_TOLERANCE, max_trials=FURTHER_TRIALS
-    )
-    try:
-        result = finder.find(quick, confirm=False)
-    except AutoBatchError:  # nothing has fitted yet, and a row needs a size
-        result = finder.find(replace(quick, max_trials=SearchSettings.max_trials), confirm=False)
-    # The bound on trials here is not DATA.AUTOBATCH.MAX_TRIALS, so it must not be reported as that.
-    return replace(result, limited_by="memory") if result.limited_by == "max_trials" else result
+    return row.batch_size is not None
 
 
 # The environment in which the results hold.
+
+
+def environment_of(setup: Setup, search: SizeSearch) -> dict[str, Any]:
+    """The device, its memory or the limit, and the settings of a run."""
+    limit_gb = search.config.AUTOBATCH.MEMORY_LIMIT_GB
+    total_bytes = device_memory(search.world.device).total_bytes
+    return {
+        **device_environment(search.world.device),
+        "total_bytes": total_bytes if limit_gb is None else min(int(limit_gb * GIB), total_bytes),
+        **run_settings(setup.config.MODEL, search),
+    }
 
 
 def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
@@ -217,7 +201,6 @@ def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
     train, model = search.train, search.assembly.model
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     return {
-        "memory_limit_gb": search.config.AUTOBATCH.MEMORY_LIMIT_GB,
         "model": str(model_node["_target_"] if is_target(model_node) else model_node.NAME),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "precision": dtypes if train.AMP == "off" else f"{train.AMP} autocast over {dtypes}",
@@ -229,20 +212,14 @@ def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
     }
 
 
-def device_sentence(environment: Mapping[str, Any]) -> str:
-    """The device, and what is measured on it."""
-    limit = environment["memory_limit_gb"]
-    return (
-        f"measured on {environment['device']} ({environment['device_name']}) with "
-        f"{environment['total_bytes'] / GIB:.1f} GiB{'' if limit is None else f', taken as {limit:g} GiB'}, "
-        f"torch {environment['torch']}; {settings_sentence(environment)}"
-    )
-
-
-def settings_sentence(environment: Mapping[str, Any]) -> str:
-    """What is run, for people."""
+def sentence(environment: Mapping[str, Any]) -> str:
+    """What was run, and where, for people."""
     pixels = "×".join(map(str, environment["image_size"] or []))
+    where = environment["device_name"]
+    if "total_bytes" in environment:
+        where += f" with {environment['total_bytes'] / GIB:.3g} GiB"
     return (
         f"{environment['model']}, {environment['parameters']:,} parameters, {environment['precision']}, "
-        f"{environment['optimizer']}{pixels and f', {pixels} pixels'}"
+        f"{environment['optimizer']}{pixels and f', {pixels} pixels'}; {where}, torch "
+        f"{environment['torch']}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from linnaeus.cli.parser import (
 )
 from linnaeus.config.keys import suggest
 from linnaeus.config.schema import Config
+from linnaeus.runtime.errors import ConfigError
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 CONFIGURED = "as configured"
@@ -52,6 +54,7 @@ examples:
   linnaeus analyze --cfg my_exp.yaml --variants bf16,checkpointing --output sizes.csv --plot sizes.png
   linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-40gb,rtx-4090,h100-80gb
   linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-80gb --world-size 1,8,64 --sharding full
+  linnaeus analyze --cfg my_exp.yaml --predict --gpu rtx-4090 --require 64
   linnaeus analyze --cfg my_exp.yaml --lr --plot rates.png
   linnaeus analyze model=vit_small DATA.DATASET.NAME=synthetic DATA.AUTOBATCH.MEMORY_LIMIT_GB=16
 
@@ -65,23 +68,22 @@ def _ascending(read_one: Callable[[str], float], text: str) -> list[float]:
 
 
 def read_gpus(text: str) -> list[Gpu]:
-    """GPUs by their names, with commas between them; `ValueError` for a name that is not known."""
-    gpus = []
-    for name in map(str.strip, text.split(",")):
-        try:
-            gpus.append(find_gpu(name))
-        except KeyError:
-            hint = suggest(name.lower(), GPUS)
-            raise ValueError(
-                f"{name!r} is not a GPU of the list{hint}; known are {', '.join(GPUS)}; for others give "
-                "--device-memory-gb"
-            ) from None
-    return gpus
+    """GPUs by their names or GiB, with commas between them; `ValueError` for a name that is not known."""
+    return list(dict.fromkeys(map(_gpu, text.split(","))))
 
 
-def _memories(text: str) -> list[Gpu]:
-    sizes = [read_number("number of GiB", part) for part in text.split(",")]
-    return [Gpu(f"{size:g} GiB", int(size * GIB)) for size in sizes]
+def _gpu(name: str) -> Gpu:
+    if re.fullmatch(r"[\d.]+", name.strip()):
+        size = read_number("number of GiB", name)
+        return Gpu(f"{size:g} GiB", int(size * GIB))
+    try:
+        return find_gpu(name)
+    except KeyError:
+        hint = suggest(name.strip().lower(), GPUS)
+        raise ValueError(
+            f"{name!r} is not a GPU of the list{hint}; known are {', '.join(GPUS)}; for others give "
+            "their GiB, such as --gpu 24"
+        ) from None
 
 
 def _several(choices: Iterable[str], text: str) -> list[str]:
@@ -129,24 +131,13 @@ class AnalyzeOptions(Options):
         choices=VARIANTS,
         not_with=_SIZES,
     )
-    predict: bool = option(
-        "predict the memory of the GPUs named by --gpu or --device-memory-gb, else of this machine's; "
-        "nothing is run",
-        not_with=_SIZES,
-    )
+    predict: bool = option("run nothing, and predict for the GPUs named by --gpu", not_with=_SIZES)
     gpu: list[Gpu] = option(
-        f"GPUs that need not be here: {', '.join(GPUS)}",
-        "NAME,...",
+        f"GPUs that need not be here, by name or by the GiB that torch sees: {', '.join(GPUS)}",
+        "NAME|GIB,...",
         read_gpus,
         list,
         choices=GPUS,
-        needs="--predict",
-    )
-    device_memory_gb: list[Gpu] = option(
-        "GPUs by the GiB that torch sees of their memory",
-        "X,...",
-        _memories,
-        list,
         needs="--predict",
     )
     world_size: list[int] = option(
@@ -161,6 +152,12 @@ class AnalyzeOptions(Options):
         ("full", "hybrid", "none"),
         key="DIST.SHARDING",
         needs="--predict",
+    )
+    require: int | None = option(
+        "exit with 3 where this batch size does not fit in the largest fraction",
+        "N",
+        read_count,
+        not_with=_SIZES,
     )
     lr: bool = option(
         "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one"
@@ -177,7 +174,14 @@ def read(argv: Sequence[str]) -> str | tuple[AnalyzeOptions, Config]:
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
-    return read_request(PARSER, argv)
+    request = read_request(PARSER, argv)
+    if not isinstance(request, str):
+        options = request[0]
+        if options.predict and not options.gpu:
+            raise ConfigError(
+                "--predict: name GPUs, such as --gpu rtx-4090, or their GiB: --gpu 24"
+            )
+    return request
 
 
 PARSER = CommandParser(
@@ -189,6 +193,7 @@ PARSER = CommandParser(
     gone={
         "--remedies": "is gone; give --variants bf16,checkpointing",
         "--throughput": "is gone; every size found is timed",
+        "--device-memory-gb": "is gone; give --gpu GIB",
         "--hf": "is gone; predict the memory of language models with examples/llm_memory.py",
     },
 )

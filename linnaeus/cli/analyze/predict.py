@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
 from linnaeus.autobatch.finder import smallest_size, upper_bound
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.predict.gpus import Gpu, device_that_would_do
-from linnaeus.autobatch.predict.prediction import MARGIN, Prediction, measured_base_bytes
+from linnaeus.autobatch.predict.prediction import MARGIN, Prediction
 from linnaeus.autobatch.predict.trace import UntraceableError
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import Candidates
@@ -22,14 +21,13 @@ from linnaeus.cli.analyze.measure import (
     Setup,
     add_reason,
     run_settings,
-    settings_sentence,
+    sentence,
     with_variant,
 )
 from linnaeus.cli.analyze.options import CONFIGURED, AnalyzeOptions
 from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.config.instantiate import is_target
-from linnaeus.config.schema import Config
-from linnaeus.runtime.distributed import World, resolve_device
+from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import AutoBatchError, ConfigError
 from linnaeus.size_search.bounds import max_batch_sizes
 from linnaeus.size_search.keys import messages_in_keys
@@ -45,33 +43,7 @@ GPUS_PER_NODE = 8
 """Of a run of more ranks."""
 
 
-def gpus_of(options: AnalyzeOptions, config: Config) -> Sequence[Gpu]:
-    """The devices that the options name, or else this machine's GPU with what is in use on it now.
-
-    Raises:
-        ConfigError: the options name none, and there is none or it is not to be used.
-    """
-    if gpus := [*options.gpu, *options.device_memory_gb]:
-        return list(dict.fromkeys(gpus))
-    name = config.EXPERIMENT.DEVICE
-    if not torch.cuda.is_available() or name == "cpu":
-        here = (
-            "EXPERIMENT.DEVICE is cpu" if torch.cuda.is_available() else "this machine has no GPU"
-        )
-        raise ConfigError(
-            f"--predict: {here}; say what to predict for with --gpu NAME, such as rtx-4090, or with "
-            "--device-memory-gb X"
-        )
-    device = resolve_device(name, local_rank=0)
-    with torch.cuda.device(device):
-        base_bytes = measured_base_bytes() or 0
-    name, total_bytes = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
-    return [Gpu(name, total_bytes, (base_bytes / 2**20,) * 3)]
-
-
-def predict_sizes(
-    gpus: Sequence[Gpu], setup: Setup, options: AnalyzeOptions, analysis: Analysis
-) -> None:
+def predict_sizes(setup: Setup, options: AnalyzeOptions, analysis: Analysis) -> None:
     """Predict the size for each variant, number of ranks, device, mode and fraction."""
     numbers, sharding = options.world_size, setup.config.DIST.SHARDING
     for name in (CONFIGURED, *options.variants):
@@ -80,9 +52,7 @@ def predict_sizes(
             if name == "compile":
                 raise ConfigError("compiled models are measured only: leave --predict out")
             for num in numbers:
-                _predict_variant(
-                    replace(changed, world=world_of(num)), name, gpus, options, analysis
-                )
+                _predict_variant(replace(changed, world=world_of(num)), name, options, analysis)
         except Exception as error:
             add_reason(analysis, options, name, error)
     if sharding != "none" and 1 in numbers:
@@ -91,32 +61,40 @@ def predict_sizes(
         )
 
 
-def _predict_variant(
-    setup: Setup, name: str, gpus: Sequence[Gpu], options: AnalyzeOptions, analysis: Analysis
-) -> None:
+def _predict_variant(setup: Setup, name: str, options: AnalyzeOptions, analysis: Analysis) -> None:
     """Predict the sizes of one variant with one number of ranks."""
-    num, numbers = setup.world.world_size, options.world_size
+    num, numbers, gpus = setup.world.world_size, options.world_size, options.gpu
     with job_of(setup):
         search = build_on_meta(setup)
         if not analysis.environment:
-            sizes = {"world_size": num if len(numbers) == 1 else numbers}
-            settings = run_settings(setup.config.MODEL, search)
-            analysis.environment = describe(
-                gpus, {**sizes, "sharding": setup.config.DIST.SHARDING, **settings}
+            analysis.environment = {
+                "predicted": True,
+                "device_name": ", ".join(gpu.name for gpu in gpus),
+                "devices": [asdict(gpu) for gpu in gpus],
+                "margin": MARGIN,
+                "torch": torch.__version__,
+                "world_size": numbers,
+                "sharding": setup.config.DIST.SHARDING,
+                **run_settings(setup.config.MODEL, search),
+            }
+            logger.info(
+                "predicted, not measured; docs/prediction.md says how exactly: %s",
+                sentence(analysis.environment),
             )
         if len(numbers) > 1:
             gpus = [replace(gpu, name=f"{num} × {gpu.name}") for gpu in gpus]
         for mode in options.modes:
-            rows = rows_of(mode, name, gpus, options.fractions)
             setup.status.update(f"{mode}: tracing the step")
+            step, reason = None, None
             try:
                 step = predicted_step(search, mode)
             except AutoBatchError as error:  # the bounds leave no size
-                rows = [replace(row, reason=str(error)) for row in rows]
-            else:
-                for row in rows:
-                    fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
-            analysis.rows += rows
+                reason = str(error)
+            for gpu, fraction in itertools.product(gpus, options.fractions):
+                row = Row(mode, fraction, name, device=gpu.name, reason=reason)
+                analysis.rows.append(row)
+                if step is not None:
+                    fill(row, step, gpu, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
 
 
 def world_of(num: int) -> World:
@@ -154,7 +132,6 @@ class PredictedStep:
         bound: why there is none above the candidates, as in `AutoBatchResult.limited_by`.
     """
 
-    mode: Mode
     prediction: Prediction
     candidates: Candidates
     bound: str
@@ -218,46 +195,41 @@ def predicted_step(search: SizeSearch, mode: Mode) -> PredictedStep:
     try:
         prediction = search.predict(mode)
     except UntraceableError as error:
-        name = {"train": "training", "val": "validation"}[mode]
         raise ConfigError(
-            f"--predict: the {name} step cannot be traced without a GPU: {error}. See docs/prediction.md, or "
-            "measure it: leave --predict out on a machine with the GPU"
+            f"--predict: the step ({mode}) cannot be traced without a GPU: {error}. See docs/prediction.md, "
+            "or measure it: leave --predict out on a machine with the GPU"
         ) from error
-    return PredictedStep(mode, prediction, candidates, bound)
+    return PredictedStep(prediction, candidates, bound)
 
 
 # The sizes that fit.
 
 
-def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
+def fill(row: Row, step: PredictedStep, gpu: Gpu, limit_gb: float | None) -> None:
     """Find the maximum batch size within the row's fraction of its device, with the margin and without.
 
     They may be above those of a search, see `Prediction.largest`. `limit_gb` is MEMORY_LIMIT_GB. Where
     nothing fits, the row has the reason.
     """
-    prediction = replace(step.prediction, base_bytes=row.base_bytes)
-    row.budget_bytes = int(row.memory_fraction * row.device_bytes)
-    is_limited = False
+    prediction = replace(step.prediction, base_bytes=int(gpu.base_mib[0] * 2**20))
+    limits = {row.memory: int(row.memory_fraction * gpu.total_bytes)}
     if limit_gb is not None:
-        limit_bytes = prediction.base_bytes + int(row.memory_fraction * limit_gb * GIB)
-        is_limited = limit_bytes < row.budget_bytes
-        row.budget_bytes = min(row.budget_bytes, limit_bytes)
-    row.batch_size = prediction.largest_of(step.candidates, row.budget_bytes / MARGIN)
-    largest = prediction.largest_of(step.candidates, row.budget_bytes)
+        name = f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
+        limits[name] = prediction.base_bytes + int(row.memory_fraction * limit_gb * GIB)
+    origin = min(limits, key=limits.__getitem__)
+    row.budget_bytes = budget_bytes = limits[origin]
+    row.batch_size = prediction.largest_of(step.candidates, budget_bytes / MARGIN)
+    largest = prediction.largest_of(step.candidates, budget_bytes)
     row.size_without_margin = max(filter(None, (largest, row.batch_size)), default=None)
     if row.batch_size is None:
         size = step.candidates[0]
         margin = f", with the margin of {100 * (MARGIN - 1):.3g} %"
-        remedy = device_that_would_do(prediction.safe_bytes(size) / row.memory_fraction, margin)
-        origin = row.memory
-        if is_limited:
-            remedy = "raise that limit"
-            origin = (
-                f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
-            )
+        remedy = "raise that limit"
+        if origin == row.memory:
+            remedy = device_that_would_do(prediction.safe_bytes(size) / row.memory_fraction, margin)
         row.reason = (
             f"prediction ({row.mode}): no batch size fits{margin}. The budget is "
-            f"{row.budget_bytes / GIB:.2f} GiB, {origin}; batch size {size} takes "
+            f"{budget_bytes / GIB:.2f} GiB, {origin}; batch size {size} takes "
             f"{prediction.peak_bytes(size) / GIB:.2f} GiB, of which {prediction.base_bytes / GIB:.2f} GiB "
             f"are in use beside the allocator; {remedy}"
         )
@@ -265,42 +237,4 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
     row.limited_by = (
         step.bound if row.batch_size == step.candidates[len(step.candidates) - 1] else "memory"
     )
-    row.peak_bytes = prediction.peak_within(row.batch_size, row.budget_bytes / MARGIN)
-
-
-def rows_of(mode: Mode, variant: str, gpus: Sequence[Gpu], fractions: Sequence[float]) -> list[Row]:
-    """The rows of a mode to fill: of each device, the largest fraction comes first."""
-    return [
-        Row(
-            mode,
-            fraction,
-            variant,
-            device=gpu.name,
-            device_bytes=gpu.total_bytes,
-            base_bytes=base_bytes,
-        )
-        for gpu in gpus
-        for base_bytes in [int(gpu.base_mib[0] * 2**20)]
-        for fraction in sorted(fractions, reverse=True)
-    ]
-
-
-def describe(gpus: Sequence[Gpu], settings: dict[str, Any]) -> dict[str, Any]:
-    """The environment of a prediction, which is logged too; settings are as those of `run_settings`."""
-    logger.info(
-        "predicted, not measured, for %s (ranks: %s, sharding: %s); margin %.0f%%, torch %s; %s",
-        ", ".join(gpu.name for gpu in gpus),
-        str(settings["world_size"]).strip("[]"),
-        settings["sharding"],
-        100 * (MARGIN - 1),
-        torch.__version__,
-        settings_sentence(settings),
-    )
-    logger.info("how exact predictions are, and where they are wrong: docs/prediction.md")
-    return {
-        "predicted": True,
-        "devices": [asdict(gpu) for gpu in gpus],
-        "margin": MARGIN,
-        "torch": torch.__version__,
-        **settings,
-    }
+    row.peak_bytes = prediction.peak_within(row.batch_size, budget_bytes / MARGIN)

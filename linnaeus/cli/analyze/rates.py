@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from linnaeus.autobatch.memory.oom import is_out_of_memory
-from linnaeus.cli.analyze.measure import Setup, run_settings
+from linnaeus.cli.analyze.measure import Setup, environment_of
 from linnaeus.cli.analyze.options import AnalyzeOptions
 from linnaeus.cli.tables import save_figures, table
 from linnaeus.config.schema import ScheduleConfig
@@ -22,7 +22,6 @@ from linnaeus.data.loader import build_loaders
 from linnaeus.runtime.errors import LinnaeusError, OutOfMemoryError
 from linnaeus.runtime.rng import seed_all
 from linnaeus.size_search.planned_sizes import prepare_search
-from linnaeus.size_search.report import device_environment
 from linnaeus.training.optim import scale_values
 from linnaeus.training.schedule import Schedule
 
@@ -64,14 +63,9 @@ class RateTest:
         text = "no suggestion: the loss never fell"
         if (value := self.suggestion) is not None:
             text = (
-                f"{KEY}={value:.2g} is a tenth of that with the lowest smoothed loss: a suggestion, not a "
-                "measurement of the best rate"
+                f"{KEY}={value:.2g}, a tenth of that with the lowest smoothed loss, is a suggestion"
             )
-        num_samples = self.environment["effective_batch"]
-        console.print(
-            f"{len(self.rows)} of {NUM_STEPS} steps of {num_samples} samples; {text}",
-            soft_wrap=True,
-        )
+        console.print(f"{len(self.rows)} of {NUM_STEPS} steps; {text}", soft_wrap=True)
 
 
 def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None:
@@ -84,8 +78,7 @@ def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None
     search, plan_for = prepare_search(config, data, setup.search().assembly, world, setup.console)
     plan, step = plan_for(config.DATA.BATCH_SIZE), search.assembly.train_step
     stage, optimizer = plan.stages[0], step.optimizer
-    test.environment = device_environment(world.device) | run_settings(config.MODEL, search)
-    test.environment["effective_batch"] = stage.effective_batch_size
+    test.environment = environment_of(setup, search)
     scale_values(optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
     first, growth = FIRST / optimizer.param_groups[0]["lr"], LAST / FIRST
     schedule = Schedule(
@@ -113,10 +106,10 @@ def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                text = (
-                    f"DATA.BATCH_SIZE: {stage.micro_batch_size} samples at a time run out of memory"
-                )
-                raise OutOfMemoryError(f"{text}; linnaeus analyze finds what fits") from error
+                raise OutOfMemoryError(
+                    f"DATA.BATCH_SIZE: {stage.micro_batch_size} samples at a time run out of memory; "
+                    "linnaeus analyze finds the maximum batch size"
+                ) from error
             if not math.isfinite(loss):
                 if step.scaler.is_enabled():  # it has skipped the step
                     continue

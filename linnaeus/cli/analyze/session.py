@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.cli.analyze.measure import Setup, measure_sizes, settings_sentence
+from linnaeus.cli.analyze.measure import Setup, measure_sizes, sentence
 from linnaeus.cli.analyze.options import AnalyzeOptions
-from linnaeus.cli.analyze.predict import META, gpus_of, predict_sizes
+from linnaeus.cli.analyze.predict import META, predict_sizes
 from linnaeus.cli.analyze.rates import RateTest, measure_rates
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.plots import draw_analysis, draw_rates
@@ -23,7 +22,6 @@ from linnaeus.models.preprocessing import with_preprocessing
 from linnaeus.runtime.console import StatusLine, make_console
 from linnaeus.runtime.distributed import World, join
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, AutoBatchError
-from linnaeus.runtime.files import GIB
 from linnaeus.runtime.log import close_logging, set_up_logging
 from linnaeus.runtime.rng import deterministic, kernels, seed_all
 from linnaeus.size_search.searches import log_level
@@ -41,13 +39,12 @@ def run(options: AnalyzeOptions, config: Config) -> int:
         AutoBatchError: nothing fits at any fraction.
         LinnaeusError: something else that the user can mend; the message says how.
     """
-    fraction = config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION
-    analysis: Any = RateTest() if options.lr else Analysis(fraction=fraction)
+    analysis: Any = RateTest() if options.lr else Analysis()
     joining: AbstractContextManager[World]
     find: Any
     if options.predict:
         joining = nullcontext(World(META))
-        find = partial(predict_sizes, gpus_of(options, config))
+        find = predict_sizes
     else:
         joining = join(config.EXPERIMENT.DEVICE, config.DIST)
         find = measure_rates if options.lr else measure_sizes
@@ -76,27 +73,20 @@ def run(options: AnalyzeOptions, config: Config) -> int:
         return EXIT_INTERRUPTED
     finally:
         if analysis.rows:  # otherwise nothing has been measured
-            output = options.output or Path(
-                f"{'learning_rates' if options.lr else 'batch_sizes'}.json"
-            )
+            name = "learning_rates.json" if options.lr else "batch_sizes.json"
+            output = options.output or Path(name)
             analysis.save(output)
             logger.info("results: %s", output.resolve())
             if options.plot is not None:
-                _draw(analysis, options.plot)
+                draw = draw_rates if options.lr else draw_analysis
+                draw(analysis, sentence(analysis.environment), options.plot)
                 logger.info("picture: %s", options.plot.resolve())
             analysis.show(console)
         close_logging()
-    if not options.lr and not any(row.batch_size is not None for row in analysis.rows):
+    if options.lr:
+        return 0
+    if not any(row.batch_size is not None for row in analysis.rows):
         raise AutoBatchError("\n".join(analysis.reasons))
+    if options.require and (problems := analysis.too_small(options.require)):
+        raise AutoBatchError("\n".join(problems))
     return 0
-
-
-def _draw(analysis: Any, path: Path) -> None:
-    """Draw the picture of what was measured."""
-    about = analysis.environment
-    title = settings_sentence(about)
-    if isinstance(analysis, RateTest):
-        draw_rates(analysis, title, path)
-    else:
-        gib = about["memory_limit_gb"] or about["total_bytes"] / GIB
-        draw_analysis(analysis, f"{title}; {about['device']} with {gib:.3g} GiB", path)

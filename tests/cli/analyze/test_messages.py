@@ -3,9 +3,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from linnaeus.autobatch.predict.gpus import GIB
-from linnaeus.cli.analyze.measure import device_sentence
-from linnaeus.cli.analyze.options import AnalyzeOptions, read
-from linnaeus.cli.analyze.predict import gpus_of
+from linnaeus.cli.analyze.measure import sentence
+from linnaeus.cli.analyze.options import read
 from linnaeus.cli.analyze.results import Analysis, Row
 from tests.helpers.consoles import plain_console
 from tests.helpers.messages import error_of
@@ -27,7 +26,7 @@ LINES = {
             "--memory-limit-gb=2",
             "--gpu=t4,rtx409",
             "--gpu=a100",
-            "--device-memory-gb=8,24GB",
+            "--gpu=8,24GB",
             "--variants=bf16,compiled",
             "--predict=1",
             "--foo",
@@ -36,13 +35,12 @@ LINES = {
     ),
     "options of earlier versions": (
         read,
-        ["--remedies", "--throughput", "--hf", "config.json"],
+        ["--remedies", "--throughput", "--device-memory-gb=24", "--hf", "config.json"],
     ),
     "options that need --predict": (
         read,
         [
             "--gpu=t4",
-            "--device-memory-gb=24",
             "--sharding=full",
             "--world-size=1,2",
         ],
@@ -63,18 +61,18 @@ LINES = {
         ],
     ),
     "options that do not go with --lr": (read, ["--lr", "--predict", "--fractions=1"]),
+    "a prediction for no GPU": (read, ["--predict"]),
     "files that cannot be written": (read, ["--output", "missing/a.csv", "--plot", "folder.png"]),
 }
-SETTINGS = {
+ENVIRONMENT = {
     "model": "vit",
     "parameters": 5000,
     "image_size": [32, 48],
     "precision": "bf16 autocast over float32",
     "optimizer": "AdamW",
-    "gradient_checkpointing": True,
-    "accumulation_steps": 4,
-    "ema": True,
-    "memory_limit_gb": 8.0,
+    "device_name": "H100",
+    "total_bytes": 80 * GIB,
+    "torch": "2.9.0",
 }
 
 
@@ -104,17 +102,9 @@ def test_messages(golden, tmp_path, monkeypatch):
     Path("folder.png").mkdir()
     said = {title: error_of(function, argv) for title, (function, argv) in LINES.items()}
     said["an analysis"] = shown(measured())
-    environment = {
-        "device": "cuda",
-        "device_name": "H100",
-        "total_bytes": 80 * GIB,
-        "torch": "2.9.0",
-        **SETTINGS,
-    }
-    said["the line above an analysis"] = device_sentence(environment)
-    _, config = read(["--predict", "--gpu", "t4", *WIDE])  # type: ignore[misc]
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    said["a prediction without a device"] = error_of(gpus_of, AnalyzeOptions(), config)
+    said["the line above an analysis"] = sentence(ENVIRONMENT)
+    small = Analysis(rows=[Row("train", 0.9, device="t4", batch_size=8, limited_by="memory")])
+    said["a required size that does not fit"] = "\n".join(small.too_small(9))
     untraceable = error_of(predicted, "train", "MODEL._target_=tests.cli.tiny.Peeking", *POINTS)
     said["a step that cannot be traced"] = re.sub(r"line \d+", "line N", untraceable)
     hybrid = ("--sharding=hybrid", "--world-size=12", *WIDE)
@@ -136,6 +126,6 @@ def test_messages(golden, tmp_path, monkeypatch):
         peak_bytes=601 * MIB,
         budget_bytes=GIB,
     )
-    row.device, row.device_bytes, row.size_without_margin = "24 GiB", 24 * GIB, 64
+    row.device, row.size_without_margin = "24 GiB", 64
     said["a predicted analysis"] = shown(Analysis(rows=[row]))
     golden("analyze", said, folder=tmp_path)
