@@ -138,7 +138,7 @@ def test_workers_read_any_order_alike(name, write, tmp_path):
     ("options", "key"),
     [
         ({"VAL": "tst"}, "DATA.DATASET.VAL"),
-        ({"LEVELS": ["lable"]}, "DATA.DATASET.LEVELS"),
+        ({"LEVELS": ["label1"]}, "DATA.DATASET.LEVELS"),
         ({"IMAGE_COLUMN": "img"}, "DATA.DATASET.IMAGE_COLUMN"),
         ({"IMAGE_COLUMN": "label"}, "DATA.DATASET.IMAGE_COLUMN"),
     ],
