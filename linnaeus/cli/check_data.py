@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from linnaeus.cli.parser import CommandParser, Options, read_request
 from linnaeus.config.schema import Config
+from linnaeus.config.values import IMAGE_FILES
 from linnaeus.runtime.errors import ConfigError, DataError
-from linnaeus.runtime.words import counted, several
+from linnaeus.runtime.words import counted
 
 
 def read(argv: Sequence[str]) -> str | tuple[Options, Config]:
@@ -29,7 +30,7 @@ def run(_: Options, config: Config) -> int:
         DataError: lists the damaged files; or the labels cannot be used.
     """
     dataset = config.DATA.DATASET
-    if not isinstance(dataset, Mapping) and dataset.NAME not in ("imagefolder", "manifest"):
+    if not isinstance(dataset, Mapping) and dataset.NAME not in IMAGE_FILES:
         raise ConfigError(
             f"DATA.DATASET.NAME: {dataset.NAME!r} has no image files; "
             "add data=imagefolder or data=manifest"
@@ -51,9 +52,7 @@ def run(_: Options, config: Config) -> int:
     decoding, notes = measure_ranges(held, data.train.channels, data.train.decoding)
     damaged, num_known = find_damaged(files, data.train.channels, decoding)
     seconds = time.monotonic() - started
-    names = [name for name, split in splits.items() for _ in split.files]
-    labels = [tuple(row) for split in splits.values() for row in split.targets.tolist()]
-    print(*data.report, *notes, *_copies(files, names, labels), sep="\n")
+    print(*data.report, *notes, sep="\n")
     print(
         f"{counted(len(files), 'image')} checked in {seconds:.1f} s, {num_known} of them known from before"
     )
@@ -66,35 +65,13 @@ def run(_: Options, config: Config) -> int:
     return 0
 
 
-def _copies(
-    files: Sequence[str], splits: Sequence[str], labels: Sequence[tuple[int, ...]]
-) -> Iterator[str]:
-    """Lines on files with the same bytes in training and another split, or with different labels."""
-    from linnaeus.data.checked import find_copies
-
-    found = find_copies(files)
-    leaks = []
-    for positions in found:
-        trained = [i for i in positions if splits[i] == "train"]
-        leaks += [
-            f"{files[i]} = {files[trained[0]]}" for i in positions if trained and i not in trained
-        ]
-    if leaks:
-        yield f"{counted(len(leaks), 'held-out image')} with the bytes of a training image: {several(leaks)}"
-    differ = [each for each in found if len({labels[i] for i in each}) > 1]
-    if differ:
-        named = several([" = ".join(files[i] for i in each[:3]) for each in differ])
-        yield f"{counted(len(differ), 'image')} with several labels: {named}"
-
-
 PARSER = CommandParser(
     "check-data",
     Options,
     print_config="print the configuration, resolved, and exit",
     description="""\
-Reads all images of all splits, and names the damaged ones, held-out images that are training images too, and
-images with several labels. Intact files are remembered by path,
-size and time of modification, and not read again: neither here nor by a run with DATA.ON_BAD_IMAGE skip.
+Reads all images of all splits, and names the damaged ones. Intact files are remembered by path, size and time
+of modification, and not read again: neither here nor by a run with DATA.ON_BAD_IMAGE skip.
 """,
     details="""\
 examples:

@@ -19,7 +19,6 @@ from linnaeus.config.check import Checked
 from linnaeus.config.instantiate import targets
 from linnaeus.config.keys import Path, suggest
 from linnaeus.config.schema import WEIGHTINGS
-from linnaeus.config.values import IMAGE_FILES
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import suggest_path
 
@@ -63,7 +62,7 @@ def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
         name: checked.values.get(("DATA", "DATASET", name)) for name in ("NAME", "ROOT", *_SPLITS)
     }
     root = FilePath(dataset["ROOT"] or "")  # "" is always there
-    if dataset["NAME"] in IMAGE_FILES:
+    if dataset["NAME"] in ("imagefolder", "manifest"):
         yield ("DATA", "DATASET", "ROOT"), root
         if root.expanduser().exists():
             for name in filter(dataset.get, _SPLITS):

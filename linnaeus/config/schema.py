@@ -220,28 +220,38 @@ class DatasetConfig:
     NAME: str = key(
         "digits",
         "kind of dataset",
-        choices=("digits", "fashion_mnist", "synthetic", "imagefolder", "manifest"),
+        choices=(
+            "digits",
+            "fashion_mnist",
+            "synthetic",
+            "imagefolder",
+            "manifest",
+            "huggingface",
+            "webdataset",
+        ),
     )
     ROOT: str | None = key(
         None,
-        "folder of the images (`imagefolder`), folder that relative paths start from (`manifest`; null "
-        "is the manifest's own folder), or folder of the four files of `fashion_mnist` (null is that of "
-        "Debian's package)",
+        "folder of the images (`imagefolder`) or of tar files (`webdataset`), folder that relative paths "
+        "start from (`manifest`; null: the manifest's own folder), folder of the four files of "
+        "`fashion_mnist` (null is that of Debian's package), or for `huggingface` a folder of "
+        "`save_to_disk`, Parquet files, or a name on the hub, with a colon before the name of a subset",
     )
     TRAIN: str | None = key(
         None,
-        "training folder or manifest file, relative to ROOT; null is `train.csv`, or the folder "
-        "`train` (`Training`, `train2017`, ...) where ROOT has splits, else ROOT itself",
+        "training folder or manifest file, relative to ROOT, split of `huggingface`, or pattern of tar files "
+        "of `webdataset`; null is `train.csv`, or the folder `train` (`Training`, `train2017`, ...) where "
+        "ROOT has splits, else ROOT itself",
     )
     VAL: str | None = key(
         None,
-        "validation folder or manifest file, relative to ROOT; null is `val` or `val.csv` where it "
-        "exists, else a test split, else samples are held out of the training data",
+        "as TRAIN, for validation; null is `val` or `val.csv` where it exists, else a test split, else "
+        "samples are held out of the training data",
     )
     TEST: str | None = key(
         None,
-        "test folder or manifest file, relative to ROOT, which the best checkpoint is evaluated on at the "
-        "end; null is `test` or `test.csv` where it exists beside a validation split",
+        "as TRAIN, for a test, which the best checkpoint is evaluated on at the end; null is `test` or "
+        "`test.csv` where it exists beside a validation split",
     )
     SPLIT_COLUMN: str | None = key(
         None,
@@ -267,16 +277,11 @@ class DatasetConfig:
         ge=0,
     )
     NUM_FOLDS: int = key(5, "folds of the cross-validation that FOLD counts", ge=2)
-    FOLDER_NAMES: str = key(
-        "auto",
-        "how folder names give labels: with `nested`, each folder depth is a level; "
-        "`inat2021` reads names such as `00000_Animalia_Chordata_...`; `auto` decides by the names",
-        choices=("auto", "nested", "inat2021"),
-    )
     IMAGE_COLUMN: str | None = key(
         None,
-        "manifest column that holds the image paths, or their names without the ending; null is "
-        "`image`, or else the first one with a usual name such as `path`, `filename`, `image_id` or `id`",
+        "column that holds the image paths, or their names without the ending; null is the first column of "
+        "images (`huggingface`), or `image`, or else the first one with a usual name such as `path`, "
+        "`filename`, `image_id` or `id`",
     )
     LEVELS: list[str] | None = key(
         None,
@@ -418,8 +423,7 @@ class AugmentConfig:
     MEAN: list[float] | None = key(
         None,
         "mean of each channel, on the 0-1 scale; null is that of the pretrained weights, else 0.5 for "
-        "each, or measured where files have other than 1 or 3 channels; for grey images, three values here "
-        "and in STD become one",
+        "each; for grey images, three values here and in STD become one",
     )
     STD: list[float] | None = key(
         None, "standard deviation of each channel; null as for MEAN", gt=0

@@ -31,7 +31,7 @@ WANTED: Mapping[Any, str] = {
     dict: "a mapping such as {name: value}",
 }
 """What a key of each type takes."""
-IMAGE_FILES = ("imagefolder", "manifest")
+IMAGE_FILES = ("imagefolder", "manifest", "huggingface", "webdataset")
 """Kinds of datasets that are photographs more often than not."""
 _OF_DATA: Mapping[str, Any] = {
     "CROP_SCALE": ([0.35, 1.0], [0.8, 1.0]),

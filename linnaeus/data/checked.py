@@ -1,4 +1,4 @@
-"""Passes over image files: which are damaged, which are copies; range of values, mean and deviation.
+"""Passes over image files: which are damaged, range of values.
 
 Readable files are remembered by path, size, time of modification and use.
 """
@@ -6,11 +6,9 @@ Readable files are remembered by path, size, time of modification and use.
 # ruff: noqa: PTH109, PTH116, PTH118 (hot paths)
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import sqlite3
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -21,16 +19,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import PIL
-import torch
-from torch import Tensor
 
 from linnaeus.data.image import (
     Decoding,
     bits_of,
     file_range,
     find_damage,
-    load_image,
 )
+from linnaeus.data.packed import container
 from linnaeus.runtime.errors import DataError
 from linnaeus.runtime.words import counted
 
@@ -46,7 +42,7 @@ _KNOWN = "SELECT path, size, mtime_ns FROM readable WHERE decoding = ? AND path 
 _REMEMBER = "REPLACE INTO readable (decoding, path, size, mtime_ns) VALUES (?, ?, ?, ?)"
 _FORGET = "DELETE FROM readable WHERE path = ?"
 MOST_IMAGES = 1000
-"""Images that ranges, mean and standard deviation are measured on."""
+"""Images that ranges are measured on."""
 
 _CHUNK = 4096
 """Files after which results are stored, so that an interrupted check resumes there."""
@@ -84,21 +80,6 @@ def find_damaged(
                 cache.executemany(_REMEMBER, found)
                 cache.executemany(_FORGET, [(keys[i][0],) for i in unread if keys[i][1] < 0])
     return damaged, num_known
-
-
-def find_copies(paths: Sequence[str]) -> list[list[int]]:
-    """The positions of files with the same bytes, for each content that occurs more than once."""
-    by_size: dict[int, list[int]] = defaultdict(list)
-    for position, path in enumerate(paths):
-        with suppress(OSError):
-            by_size[os.stat(path).st_size].append(position)
-    by_content: dict[tuple[int, bytes], list[int]] = defaultdict(list)
-    for size, positions in by_size.items():
-        for position in positions if size and len(positions) > 1 else ():
-            with suppress(OSError), open(paths[position], "rb") as file:  # noqa: PTH123
-                digest = hashlib.file_digest(file, "blake2b").digest()
-                by_content[size, digest].append(position)
-    return [positions for positions in by_content.values() if len(positions) > 1]
 
 
 def measure_ranges(
@@ -142,25 +123,6 @@ def measure_ranges(
     return decoding, notes
 
 
-def measure_channels(
-    files: Sequence[str], channels: int, decoding: Decoding
-) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each channel on the 0-1 scale.
-
-    At most `MOST_IMAGES` files are read, evenly spread. Damaged ones do not count.
-
-    Raises:
-        DataError: no image can be read.
-    """
-    found = _measured(_moments, files, channels, decoding)
-    if not found:
-        load_image(files[0], channels, decoding)  # says why
-        raise DataError(f"{files[0]}: cannot be read twice")
-    mean, square = torch.stack(found).mean(dim=0)
-    std = (square - mean**2).clamp(min=0).sqrt().clamp(min=1 / 255)
-    return [round(value, 6) for value in mean.tolist()], [round(value, 6) for value in std.tolist()]
-
-
 def _num_threads() -> int:
     """Threads that decode images together; Pillow releases Python's global lock while it decodes."""
     return min(32, len(os.sched_getaffinity(0)))
@@ -185,12 +147,6 @@ def _measured(
         return [each for each in pool.imap(measure, some) if each is not None]
 
 
-def _moments(file: str, channels: int, decoding: Decoding) -> Tensor:
-    """[2, channels], float64: the means of the pixels and of their squares."""
-    pixels = load_image(file, channels, decoding).double().flatten(1) / 255
-    return torch.stack([pixels.mean(dim=1), pixels.square().mean(dim=1)])
-
-
 def _open_cache() -> sqlite3.Connection:
     """The cache of the user and this version of Pillow; one in memory where it fails."""
     with suppress(OSError, RuntimeError, sqlite3.Error):  # RuntimeError: no home folder
@@ -213,7 +169,7 @@ def _connect(place: Path | str) -> sqlite3.Connection:
 def _key(path: str) -> tuple[bytes, int, int]:
     """Path, size in bytes and time of modification; -1 where there is no such file."""
     try:
-        status = os.stat(path)
+        status = os.stat(container(path))
     except OSError:
         return os.fsencode(path), -1, -1
     return os.fsencode(path), status.st_size, status.st_mtime_ns

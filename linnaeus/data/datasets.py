@@ -16,11 +16,13 @@ from linnaeus.data.bundle import (
     limited,
     training_targets,
 )
+from linnaeus.data.huggingface import find_huggingface
 from linnaeus.data.image_files import bundle_files, find_splits
 from linnaeus.data.imagefolder import read_folders
-from linnaeus.data.manifest import read_manifest
+from linnaeus.data.manifest import Finder, find_manifests, read_tables
 from linnaeus.data.mixing import build_device_transform
 from linnaeus.data.user_dataset import build_user_dataset
+from linnaeus.data.webdataset import find_webdataset
 from linnaeus.runtime.errors import ConfigError
 
 _BUILT_IN = {
@@ -28,10 +30,15 @@ _BUILT_IN = {
     "fashion_mnist": build_fashion_mnist,
     "synthetic": build_synthetic,
 }
-_FILES = {"imagefolder": read_folders, "manifest": read_manifest}
+TABLES: dict[str, Finder] = {
+    "manifest": find_manifests,
+    "huggingface": find_huggingface,
+    "webdataset": find_webdataset,
+}
+"""What finds the splits of a dataset that is read as tables."""
 _KEYS_OF = {
-    **dict.fromkeys(("LABEL_SEPARATOR", "SPLIT_COLUMN", "GROUP_COLUMN"), ("manifest",)),
-    "FOLD": ("imagefolder", "manifest"),
+    **dict.fromkeys(("LABEL_SEPARATOR", "SPLIT_COLUMN", "GROUP_COLUMN"), (*TABLES,)),
+    "FOLD": ("imagefolder", *TABLES),
 }
 
 
@@ -65,7 +72,8 @@ def build_data(
     elif dataset.NAME in _BUILT_IN:
         data = _BUILT_IN[dataset.NAME](data_config)
     else:
-        read = _FILES[dataset.NAME]
+        tables = TABLES.get(dataset.NAME)
+        read = read_folders if tables is None else partial(read_tables, find=tables)
         find = partial(find_splits, config=data_config, reads_images=reads_images)
         data = bundle_files(on_main(lambda: find(read(dataset))), data_config)
     before = data.description

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import MAX_PIXELS, DataConfig
+from linnaeus.data.packed import opened, unpacked
 from linnaeus.runtime.errors import DataError, first_line
 
 with suppress(ImportError):
@@ -210,9 +212,9 @@ def _open(path: str | Path, channels: int, decoding: Decoding) -> Image.Image | 
         _check_size(values.size // channels, decoding)
         return values
     try:
-        image = _open_pillow(path, decoding)
+        image = _open_pillow(unpacked(path) or path, decoding)
     except UnidentifiedImageError:
-        with Path(path).open("rb") as file:
+        with opened(path) as file:
             if file.read(4) not in _TIFF_MAGIC:
                 raise
         return _read_tiff(path, channels, decoding)
@@ -222,7 +224,7 @@ def _open(path: str | Path, channels: int, decoding: Decoding) -> Image.Image | 
     return image
 
 
-def _open_pillow(path: str | Path, decoding: Decoding) -> Image.Image:
+def _open_pillow(path: str | Path | BytesIO, decoding: Decoding) -> Image.Image:
     """Open an image that Pillow reads by itself, whatever the file's name says."""
     # Pillow has one limit for the process, above which it warns. The limit is raised, never lowered.
     if Image.MAX_IMAGE_PIXELS is not None:
@@ -243,7 +245,7 @@ def _read_tiff(path: str | Path, channels: int, decoding: Decoding) -> Array:
         raise DataError("this kind of TIFF file needs tifffile: pip install tifffile") from None
     # What it logs is an exception, or does not concern the pixels.
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)
-    with tifffile.TiffFile(path) as file:
+    with tifffile.TiffFile(unpacked(path) or path) as file:
         page = file.pages[0]
         has_samples = "S" in page.axes
         of_all = page if has_samples or channels in _MODES else file.series[0]

@@ -21,10 +21,11 @@ from sklearn.model_selection import StratifiedGroupKFold
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
+from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
-from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_channels, measure_ranges
+from linnaeus.data.checked import find_damaged, measure_ranges
 from linnaeus.data.image import DEFAULT_DECODING, Decoding, load_image
+from linnaeus.data.packed import container
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Pipeline, build_transforms
 from linnaeus.runtime.errors import ConfigError, DataError
@@ -185,7 +186,6 @@ class FileSplits:
     Attributes:
         train, val, test: the splits, without transforms; `test` is None where there is none.
         index: the labels of class names.
-        augment: the node with what is measured.
         report: sentences for the user.
         source: the folder or manifest.
     """
@@ -194,7 +194,6 @@ class FileSplits:
     val: ImageFiles
     test: ImageFiles | None
     index: LabelIndex
-    augment: AugmentConfig
     report: list[str]
     source: str
 
@@ -249,16 +248,10 @@ def find_splits(files: FoundFiles, config: DataConfig, *, reads_images: bool = T
     elif val is None:
         train, val = hold_out(train, dataset, report, index.taxonomy)
     report_repeated(train, [val] if test is None else [val, test], report)
-    report_homonyms(train, report)
     trained, _ = make(train)
-    if lacking := classes_without_images(index.taxonomy, trained.labels):
-        report.append(f"no training image is left of: {several(lacking)}")
     if validated is None:
         validated, _ = make(val)
-    augment = config.AUGMENT
-    if reads_images:
-        augment = _with_statistics(augment, trained, report)
-    return FileSplits(trained, validated, tested, index, augment, report, source)
+    return FileSplits(trained, validated, tested, index, report, source)
 
 
 def bundle_files(splits: FileSplits, config: DataConfig) -> DataBundle:
@@ -271,7 +264,7 @@ def bundle_files(splits: FileSplits, config: DataConfig) -> DataBundle:
     train, channels = splits.train, splits.train.channels
     size = as_size(config.IMG_SIZE, (224, 224))
     train.transform, preprocessing = build_transforms(
-        splits.augment, size, channels, train.decoding
+        config.AUGMENT, size, channels, train.decoding
     )
     for split in filter(None, (train, splits.val, splits.test)):
         require_files(split.listing, config)
@@ -491,27 +484,6 @@ def hold_out(
     return listing.take(train), listing.take(val)
 
 
-def report_homonyms(listing: Listing, report: list[str]) -> None:
-    """Report classes of one name under several parents, the smallest first: one may be a typo."""
-    found: list[tuple[int, str]] = []
-    for depth in range(1, len(listing.lineages[0])):
-        places: dict[str, Counter[str]] = defaultdict(Counter)
-        for lineage, number in zip(listing.lineages, listing.counts, strict=True):
-            parent, name = lineage[depth - 1 : depth + 1]
-            if parent is not None and name is not None:
-                places[name][parent] += number
-        for name, held in places.items():
-            if len(held) > 1:
-                pairs = sorted((number, parent) for parent, number in held.items())
-                shown = ", ".join(f"{parent} {number}" for number, parent in pairs)
-                found.append((pairs[0][0], f"{name} (images: {shown})"))
-    if found:
-        names = several([text for _, text in sorted(found)])
-        report.append(
-            f"{counted(len(found), 'name')} under several parents, different classes: {names}"
-        )
-
-
 def report_repeated(train: Listing, held_out: Sequence[Listing], report: list[str]) -> None:
     """Report training files that have several labels, or that another split has too."""
     hashes = _hashes(train)
@@ -532,18 +504,6 @@ def _hashes(listing: Listing) -> Places:
     folder = os.fsencode(listing.root / "x")[:-1]
     whole = (path if path.startswith(b"/") else folder + path for path in listing.paths)
     return np.fromiter(map(hash, whole), np.int64, len(listing.paths))
-
-
-def classes_without_images(taxonomy: Taxonomy, labels: Tensor) -> list[str]:
-    """The classes that no training image has, such as where all of theirs are damaged."""
-    lacking: list[str] = []
-    for column, level in enumerate(taxonomy.levels):
-        if taxonomy.is_multilabel:
-            held = {*(labels == 1).any(dim=0).nonzero().flatten().tolist()}
-        else:
-            held = {*labels[:, column].tolist()}
-        lacking += [name for label, name in enumerate(level.classes) if label not in held]
-    return lacking
 
 
 def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict[int, str]]:
@@ -594,21 +554,6 @@ def _wide_files(listing: Listing) -> list[str]:
     return [listing.file(int(position)) for position in np.flatnonzero(~is_jpeg)]
 
 
-def _with_statistics(
-    augment: AugmentConfig, images: ImageFiles, report: list[str]
-) -> AugmentConfig:
-    """The node with MEAN and STD that are measured, where they are null and channels are no colors."""
-    if images.channels in (1, 3) or None not in (augment.MEAN, augment.STD):
-        return augment
-    found = measure_channels(images.files, images.channels, images.decoding)
-    num_images = counted(min(MOST_IMAGES, len(images)), "training image")
-    pairs = zip(("MEAN", "STD"), found, strict=True)
-    measured: dict[str, Any] = {key: value for key, value in pairs if getattr(augment, key) is None}
-    values = " and ".join(f"{key} {value}" for key, value in measured.items())
-    report.append(f"{values}: measured on {num_images}; DATA.AUGMENT sets others")
-    return replace(augment, **measured)
-
-
 def require_files(listing: Listing, config: DataConfig) -> None:
     """Refuse a table with files that do not exist, unless damaged files are left out.
 
@@ -644,5 +589,10 @@ def _missing(root: bytes, folder: bytes, paths: Paths) -> list[str]:
     held: set[bytes] = set()
     with suppress(OSError), os.scandir(os.path.join(root, folder or b".")) as entries:  # noqa: PTH118
         held = {entry.name for entry in entries if entry.is_file()}
-    absent = (path for path in paths if path.rpartition(b"/")[2] not in held)
+    absent = (
+        path
+        for path in paths
+        if not {(name := path.rpartition(b"/")[2]), os.fsencode(container(os.fsdecode(name)))}
+        & held
+    )
     return [os.fsdecode(os.path.join(root, path)) for path in absent]  # noqa: PTH118

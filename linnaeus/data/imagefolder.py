@@ -12,31 +12,27 @@ from pathlib import Path
 from statistics import median_high
 from unicodedata import normalize
 
-import numpy as np
-
 from linnaeus.config.schema import DatasetConfig
 from linnaeus.data import EXTENSIONS_TEXT, is_ignored, is_image, unread_note
 from linnaeus.data.image_files import FoundFiles, Listing, optional_test
 from linnaeus.data.splits import (
     SPLITS,
     find_folders,
-    find_nested_splits,
     is_filler,
     is_no_class,
     parse_split_name,
     pick_folder,
 )
-from linnaeus.data.taxonomy import LabelIndex, Lineage, index_labels, require_classes
+from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes
 from linnaeus.runtime.errors import ConfigError, DataError
 from linnaeus.runtime.files import STUDY, SWEEP, suggest_path
 from linnaeus.runtime.run_folder import CLAIMS, RUN
 from linnaeus.runtime.words import counted, several
 
-INAT_LEVELS = ("kingdom", "phylum", "class", "order", "family", "genus", "species")
-
 _OF_RUNS = frozenset((RUN, CLAIMS, SWEEP, STUDY))
 """What the folder of a run or a sweep holds as soon as the data are read."""
-_INAT_FOLDER = re.compile(r"\d+((?:_[^_]+){6})_(.+)")
+_INAT_FOLDER = re.compile(r"\d+_((?:[^_]+_){5})([^_]+)_(.+)")
+"""A class folder of iNaturalist 2021: number, kingdom to family, genus, epithet."""
 
 
 def read_folders(
@@ -69,41 +65,28 @@ def read_folders(
     # The LEVELS of a run need not be those of other data.
     levels = None if evaluated and num_run_levels is None else dataset.LEVELS
     splits: dict[str, Listing] = {}
-    is_inat, depth = False, num_run_levels
+    depth = num_run_levels
     for split in wanted:
         if split not in folders:
             continue
         with optional_test(notes, split, dataset):
-            found, is_inat = _read_folder(
-                folders[split],
-                split,
-                dataset,
-                levels,
-                depth or 1,
-                unread,
-                is_root=len(folders) == 1,
-            )
-            first = next(iter(found.values()))
-            num_levels = len(first.lineages[0])
+            found = _read_folder(folders[split], split, dataset, depth or 1, unread)
+            num_levels = len(found.lineages[0])
             depth = depth or num_levels
-            if not is_inat and num_levels != depth:
+            if num_levels != depth:
                 raise DataError(
                     f"{folders[split]}: {counted(num_levels, 'level')} of class folders, but {depth} "
-                    f"elsewhere, such as for {os.fsdecode(first.paths[0])}"
+                    f"elsewhere, such as for {os.fsdecode(found.paths[0])}"
                 )
-            splits |= found
-        dataset = replace(dataset, FOLDER_NAMES="inat2021" if is_inat else "nested")
+            splits[split] = found
     if dataset.FOLD is not None and "val" in splits and not evaluated:
         raise ConfigError(
             f"DATA.DATASET.FOLD: {splits['val'].source} is the validation split; leave FOLD out, or name "
             f"the folder of the folds in DATA.DATASET.ROOT, such as {splits['train'].source}"
         )
     notes += filter(None, [unread_note(unread)])
-    level_names = tuple(levels or INAT_LEVELS) if is_inat else None
-    make_index = functools.partial(
-        _index, splits.get("train"), level_names or levels, is_inat=is_inat
-    )
-    return FoundFiles(splits, level_names, notes, make_index)
+    make_index = functools.partial(_index, splits.get("train"), levels)
+    return FoundFiles(splits, None, notes, make_index)
 
 
 def _split_folders(dataset: DatasetConfig, notes: list[str]) -> dict[str, Path]:
@@ -184,16 +167,10 @@ def _read_folder(
     folder: Path,
     split: str,
     dataset: DatasetConfig,
-    levels: Sequence[str] | None,
     pad_to: int,
     unread: Counter[str],
-    *,
-    is_root: bool,
-) -> tuple[dict[str, Listing], bool]:
-    """The images of a folder, which hold several splits where class folders are divided.
-
-    Also returns whether class folders are named as in iNaturalist 2021. `unread` counts other files.
-    """
+) -> Listing:
+    """The images of a folder; `unread` counts other files."""
     images = _walk(folder, unread, need_all=split == "train")
     parts = [_class_names(folder, path.rpartition("/")[0]) for path in images]
     constant = set(parts[0]).intersection(*{*parts})
@@ -201,43 +178,27 @@ def _read_folder(
         constant = {*filter(is_filler, constant)}
     if constant:
         parts = [tuple(name for name in part if name not in constant) for part in parts]
-    nested = find_nested_splits({*parts}) if is_root else {}
-    if split == "train" and not nested and dataset.LEVELS is None:
+    if split == "train" and dataset.LEVELS is None:
         _check_twins(folder, parts)
-    keys = [nested.get(part, ()) if nested else (split, *part) for part in parts]
-    for image, key in zip(images, keys, strict=True):
-        if len(key) < 2:
-            place = "folder of a split, but other class folders are divided into splits"
+    for image, part in zip(images, parts, strict=True):
+        if not part:
             raise DataError(
-                f"{folder / image}: an image in no {place if nested else 'class folder'}; move it into that "
-                "of its class, or list images and classes in a manifest (data=manifest)"
+                f"{folder / image}: an image in no class folder; move it into that of its class, or list "
+                "images and classes in a manifest (data=manifest)"
             )
-    parts = [key[1:] for key in keys]
-    lineages = None
-    if dataset.FOLDER_NAMES != "nested":
-        lineages = _inat_lineages(folder, parts, dataset, levels or INAT_LEVELS)
-    is_inat = lineages is not None
-    if lineages is None:
-        coarse = dataset.ALLOW_COARSE
-        if coarse is False or (coarse is None and split == "train"):
-            _check_depth(folder, images, parts, only_deeper=coarse is None)
-        depth = max(1 if coarse is False else pad_to, *map(len, parts))
-        lineages = {part: part + (None,) * (depth - len(part)) for part in {*parts}}
-    whole = Listing.of(str(folder), folder, images, [lineages[part] for part in parts])
-    if not nested:
-        return {split: whole}, is_inat
-    split_of = np.array([key[0] for key in keys])
-    found = {s: whole.take(split_of == s) for s in SPLITS}
-    return {
-        s: replace(listing, source=f"{folder} ({s} folders)")
-        for s, listing in found.items()
-        if len(listing.paths)
-    }, is_inat
+    coarse = dataset.ALLOW_COARSE
+    if coarse is False or (coarse is None and split == "train"):
+        _check_depth(folder, images, parts, only_deeper=coarse is None)
+    depth = max(1 if coarse is False else pad_to, *map(len, parts))
+    lineages = [part + (None,) * (depth - len(part)) for part in parts]
+    return Listing.of(str(folder), folder, images, lineages)
 
 
 @functools.lru_cache(maxsize=1)
 def _class_names(folder: Path, parents: str) -> tuple[str, ...]:
     """The names of class folders, with one spelling for each accented letter.
+
+    The name of a folder of iNaturalist 2021 has the names of seven levels.
 
     Raises:
         DataError: a name is not UTF-8.
@@ -252,6 +213,9 @@ def _class_names(folder: Path, parents: str) -> tuple[str, ...]:
             f"{shown}: the name of this class folder is not UTF-8; rename it, such as with "
             "`convmv -f latin1 -t utf8 --notest`"
         ) from error
+    if match := _INAT_FOLDER.fullmatch(parents):
+        # The epithet alone occurs in many genera.
+        return *match[1].split("_")[:-1], match[2], f"{match[2]} {match[3].replace('_', ' ')}"
     return tuple(normalize("NFC", parents).split("/"))
 
 
@@ -296,41 +260,6 @@ def _check_depth(
         )
 
 
-def _inat_lineages(
-    folder: Path,
-    parts: Iterable[tuple[str, ...]],
-    dataset: DatasetConfig,
-    levels: Sequence[str],
-) -> dict[tuple[str, ...], Lineage] | None:
-    """The class names of folders named as in iNaturalist 2021; None where they are others."""
-    lineages: dict[tuple[str, ...], Lineage] = {}
-    others: list[str] = []
-    for part in sorted({*parts}):
-        match = _INAT_FOLDER.fullmatch(part[0])
-        if match is None or len(part) > 1:
-            others.append("/".join(part))
-            continue
-        above = match[1].split("_")[1:]
-        # The last part is the epithet alone, which occurs in many genera.
-        names = [*above, f"{above[-1]} {match[2].replace('_', ' ')}"]
-        lineages[part] = tuple(
-            n for n, level in zip(names, INAT_LEVELS, strict=True) if level in levels
-        )
-    if not lineages and dataset.FOLDER_NAMES == "auto":
-        return None
-    if others:
-        raise DataError(
-            f"{folder}: not named like `00000_Animalia_Chordata_...` (number, then kingdom to species): "
-            f"{several(others)}; rename, or set DATA.DATASET.FOLDER_NAMES nested"
-        )
-    if [level for level in INAT_LEVELS if level in levels] != [*levels]:
-        raise ConfigError(
-            f"DATA.DATASET.LEVELS: [{', '.join(levels)}] must be some of {', '.join(INAT_LEVELS)}, in this "
-            "order"
-        )
-    return lineages
-
-
 def _walk(folder: Path, unread: Counter[str], *, need_all: bool) -> list[str]:
     """The paths of all images, relative to the folder, files before folders and each sorted.
 
@@ -367,7 +296,7 @@ def _walk(folder: Path, unread: Counter[str], *, need_all: bool) -> list[str]:
     return found
 
 
-def _index(train: Listing | None, names: Sequence[str] | None, *, is_inat: bool) -> LabelIndex:
+def _index(train: Listing | None, names: Sequence[str] | None) -> LabelIndex:
     """The classes of the training folders."""
     assert train is not None
     depth = len(train.lineages[0])
@@ -378,10 +307,6 @@ def _index(train: Listing | None, names: Sequence[str] | None, *, is_inat: bool)
             f"DATA.DATASET.LEVELS: {len(names)} names for the {depth} level(s) of folders in {train.source}"
         )
     index = index_labels(names, train.lineages)
-    remedy = "add the folders of other classes"
-    if is_inat:
-        remedy = "leave it out with DATA.DATASET.LEVELS"
-    elif depth > 1:
-        remedy = "leave out that level of folders"
+    remedy = "leave out that level of folders" if depth > 1 else "add the folders of other classes"
     require_classes(index.taxonomy, train.source, remedy)
     return index

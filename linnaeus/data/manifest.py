@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -33,6 +33,7 @@ from linnaeus.data.image_files import (
     encoded,
     optional_test,
 )
+from linnaeus.data.packed import container
 from linnaeus.data.split_file import UNKNOWN_WORDS, unescape
 from linnaeus.data.splits import (
     SPLITS,
@@ -62,7 +63,7 @@ _CHUNK = 100_000
 
 
 @dataclass(frozen=True)
-class _Table:
+class Table:
     """A manifest, or its rows of one split.
 
     Attributes:
@@ -72,6 +73,7 @@ class _Table:
         rows: the other cells, categories of texts, by position in `images`.
         dataset: the DATA.DATASET node.
         split: the split that a column gives to the rows, where it is not the split of the file.
+        root: folder that paths start from; None where it is to be found.
     """
 
     path: Path
@@ -80,6 +82,7 @@ class _Table:
     rows: pd.DataFrame
     dataset: DatasetConfig
     split: str | None = None
+    root: Path | None = None
 
     @property
     def group_column(self) -> str | None:
@@ -152,7 +155,7 @@ class _Labels:
     separator: str | None = None
 
     @classmethod
-    def of(cls, table: _Table) -> _Labels:
+    def of(cls, table: Table) -> _Labels:
         """The labels of the training manifest.
 
         Raises:
@@ -174,7 +177,7 @@ class _Labels:
             _check_levels(table, columns)
         return cls(list(levels), columns, separator=dataset.LABEL_SEPARATOR)
 
-    def files(self, tables: Mapping[str, _Table], notes: list[str]) -> FoundFiles:
+    def files(self, tables: Mapping[str, Table], notes: list[str]) -> FoundFiles:
         """The samples of each split."""
         unknown: dict[Path, Counter[str]] = defaultdict(Counter)
         found: dict[str, Listing] = {}
@@ -201,7 +204,7 @@ class _Labels:
         _check_nesting(self.levels, train.lineages, train.source)
         return index
 
-    def _listing(self, table: _Table, unknown: Counter[str]) -> Listing:
+    def _listing(self, table: Table, unknown: Counter[str]) -> Listing:
         """The samples of a manifest; counts the words for unknown labels."""
         columns = table.require(self.columns, None)
         rows, numbers = _distinct(table.rows[columns])
@@ -222,7 +225,7 @@ class _Labels:
         groups = None if column is None else table.rows[column].to_numpy(dtype=object)
         return Listing(source, root, paths, lineages, places[numbers], groups, is_table=True)
 
-    def _of_flags(self, table: _Table, row: Sequence[str]) -> str | None:
+    def _of_flags(self, table: Table, row: Sequence[str]) -> str | None:
         held = [name for name, cell in zip(self.columns, row, strict=True) if is_true(cell)]
         if self.separator is not None:
             return self.separator.join(held) or self.separator
@@ -231,8 +234,19 @@ class _Labels:
         return held[0] if held else None
 
 
-def read_manifest(dataset: DatasetConfig) -> FoundFiles:
-    """Find the image files that manifests list.
+Finder = Callable[[DatasetConfig, list[str]], dict[str, Callable[[], Table]]]
+"""Gives each split that there is, with a function that reads it; takes a list for notes."""
+
+
+def find_manifests(dataset: DatasetConfig, notes: list[str]) -> dict[str, Callable[[], Table]]:
+    """The manifest of each split that there is, and how to read it."""
+    return {
+        split: partial(_read, path, dataset) for split, path in _manifest_paths(dataset).items()
+    }
+
+
+def read_tables(dataset: DatasetConfig, find: Finder = find_manifests) -> FoundFiles:
+    """Find the images that manifests or other tables list.
 
     Relative image paths start from `ROOT`, or from the manifest's own folder where `ROOT` is null.
 
@@ -241,7 +255,7 @@ def read_manifest(dataset: DatasetConfig) -> FoundFiles:
         DataError: a manifest that is empty or malformed; the message names file and line.
     """
     notes: list[str] = []
-    tables = _split_tables(dataset, _manifest_paths(dataset), notes)
+    tables = _split_tables(dataset, find(dataset, notes), notes)
     if "train" not in tables:
         raise DataError(f"{dataset.TRAIN or 'train.csv'}: no row of the training split")
     table = tables["train"]
@@ -251,8 +265,8 @@ def read_manifest(dataset: DatasetConfig) -> FoundFiles:
     return labels.files(tables, notes)
 
 
-def read_evaluated_manifest(
-    dataset: DatasetConfig, taxonomy: Taxonomy, *, is_run_dataset: bool
+def read_evaluated_tables(
+    dataset: DatasetConfig, find: Finder, taxonomy: Taxonomy, *, is_run_dataset: bool
 ) -> FoundFiles:
     """Find the image files that a trained model is to be evaluated on.
 
@@ -261,15 +275,16 @@ def read_evaluated_manifest(
 
     Args:
         dataset: the DATA.DATASET node. As many LEVELS as the run has levels name their columns.
+        find: finds the tables.
         taxonomy: the levels of the run.
         is_run_dataset: whether the node is that of the run.
     """
     notes: list[str] = []
-    paths = _manifest_paths(dataset)
+    readers = find(dataset, notes)
     if not is_run_dataset:
-        held = next((split for split in ("val", "test") if split in paths), "train")
-        paths = {held: paths[held]}
-    tables = _split_tables(dataset, paths, notes)
+        held = next((split for split in ("val", "test") if split in readers), "train")
+        readers = {held: readers[held]}
+    tables = _split_tables(dataset, readers, notes)
     wanted = next(split for split in ("val", "test", "train") if split in tables)
     table, names = tables[wanted], taxonomy.names
     flags = dataset.LEVELS or table.others
@@ -284,27 +299,26 @@ def read_evaluated_manifest(
 
 
 def _split_tables(
-    dataset: DatasetConfig, paths: Mapping[str, Path], notes: list[str]
-) -> dict[str, _Table]:
+    dataset: DatasetConfig, readers: Mapping[str, Callable[[], Table]], notes: list[str]
+) -> dict[str, Table]:
     """The rows of each split that there is: those of its manifest, divided by its column of splits.
 
     A column of splits moves rows from the training manifest to a split without a manifest of its own.
     """
-    if dataset.FOLD is not None and {"train", "val"} <= paths.keys():
-        raise ConfigError(
-            f"DATA.DATASET.FOLD: {paths['val']} is the validation split; leave FOLD out"
-        )
-    splits: dict[str, _Table] = {}
-    for split, path in paths.items():
+    if dataset.FOLD is not None and {"train", "val"} <= readers.keys():
+        raise ConfigError("DATA.DATASET.FOLD: there is a validation split; leave FOLD out")
+    splits: dict[str, Table] = {}
+    for split, read in readers.items():
         with optional_test(notes, split, dataset):
-            table = _read(path, dataset)
+            table = read()
+            path = table.path
             parts = _divided(table, is_train=split == "train") or {split: table}
             if len(parts) == 1 and "train" not in parts:
                 parts = {split: next(iter(parts.values()))}
             kept = {
                 name: part if name == split else replace(part, split=name)
                 for name, part in parts.items()
-                if name == split or (split == "train" and name not in paths)
+                if name == split or (split == "train" and name not in readers)
             }
             if not kept:
                 raise DataError(
@@ -318,7 +332,7 @@ def _split_tables(
     return splits
 
 
-def _divided(table: _Table, *, is_train: bool) -> dict[str, _Table]:
+def _divided(table: Table, *, is_train: bool) -> dict[str, Table]:
     """The rows of each split, without the column that says it; empty where no column does."""
     dataset, given = table.dataset, table.dataset.SPLIT_COLUMN
     if given is not None:
@@ -364,7 +378,7 @@ def _distinct(rows: pd.DataFrame) -> tuple[pd.DataFrame, Places]:
     return rows.iloc[first].astype(object), numbers
 
 
-def _are_flags(table: _Table, columns: Sequence[str]) -> bool:
+def _are_flags(table: Table, columns: Sequence[str]) -> bool:
     """Whether each column is a class, with 1 for its samples and 0 for others.
 
     Two columns with flags are classes only where no row has both.
@@ -376,12 +390,12 @@ def _are_flags(table: _Table, columns: Sequence[str]) -> bool:
     return are and (len(columns) > 2 or bool(_num_set(table, columns).le(1).all()))
 
 
-def _num_set(table: _Table, columns: Sequence[str]) -> pd.Series[int]:
+def _num_set(table: Table, columns: Sequence[str]) -> pd.Series[int]:
     """The number of flags that are set in each kind of row."""
     return _distinct(table.rows[table.require(columns, None)])[0].map(is_true).sum(axis=1)
 
 
-def _check_levels(table: _Table, columns: list[str]) -> None:
+def _check_levels(table: Table, columns: list[str]) -> None:
     """Refuse columns that are no levels: numbers, groups, several labels, unique values, or no nesting.
 
     Raises:
@@ -441,7 +455,7 @@ def _separator(cells: Sequence[str]) -> str | None:
 
 
 def _columns_of_levels(
-    table: _Table, dataset: DatasetConfig, names: Sequence[str]
+    table: Table, dataset: DatasetConfig, names: Sequence[str]
 ) -> dict[str, str]:
     """The column of each level that the manifest has."""
     levels = names
@@ -465,7 +479,7 @@ def _manifest_paths(dataset: DatasetConfig) -> dict[str, Path]:
     paths = {split: root / Path(name).expanduser() for split, name in keys.items() if name}
     folder = paths["train"].parent if "train" in paths and not dataset.ROOT else root
     for split in SPLITS:
-        beside = [folder / f"{split}{ending}" for ending in (".csv", ".tsv")]
+        beside = [folder / f"{split}{ending}" for ending in (".csv", ".tsv", ".parquet")]
         found = [path for path in beside if path.is_file() and path not in paths.values()]
         if split == "train":
             found.append(beside[0])
@@ -474,7 +488,7 @@ def _manifest_paths(dataset: DatasetConfig) -> dict[str, Path]:
     return {split: paths[split] for split in SPLITS if split in paths}
 
 
-def _read(path: Path, dataset: DatasetConfig) -> _Table:
+def _read(path: Path, dataset: DatasetConfig) -> Table:
     """Read a manifest.
 
     Raises:
@@ -483,7 +497,11 @@ def _read(path: Path, dataset: DatasetConfig) -> _Table:
             two columns have one name.
     """
     try:
+        if path.suffix.lower() == ".parquet":
+            return _read_parquet(path, dataset)
         return _read_csv(path, dataset)
+    except ImportError as error:
+        raise ConfigError(f"DATA.DATASET: {path} is Parquet: pip install pyarrow") from error
     except OSError as error:
         raise ConfigError(
             f"DATA.DATASET: cannot read manifest {path}: {error.strerror or error}; name it in "
@@ -496,7 +514,7 @@ def _read(path: Path, dataset: DatasetConfig) -> _Table:
         raise DataError(f"{path}: broken: {reason}") from error
 
 
-def _read_csv(path: Path, dataset: DatasetConfig) -> _Table:
+def _read_csv(path: Path, dataset: DatasetConfig) -> Table:
     """Read a CSV file in chunks, so that the texts of a few rows alone are in memory."""
     with path.open(encoding="utf-8-sig") as file:
         num_blank, header = next(((i, x) for i, x in enumerate(file) if x.strip()), (0, ""))
@@ -516,7 +534,7 @@ def _read_csv(path: Path, dataset: DatasetConfig) -> _Table:
     names = [normalize("NFC", str(name).strip()) for name in read(nrows=1, dtype=object).iloc[0]]
     if twice := sorted({n for n in names if names.count(n) > 1 and not _UNNAMED.fullmatch(n)}):
         raise DataError(f"{path}, line 1: column {several(twice)} occurs more than once")
-    image = names.index(_image_column(path, names, dataset))
+    image = names.index(image_column(path, names, dataset))
     kinds = {i: object if i == image else "category" for i in range(len(names))}
     images: list[Paths] = []
     parts: dict[str, list[Any]] = {name: [] for name in names if not _UNNAMED.fullmatch(name)}
@@ -539,9 +557,47 @@ def _read_csv(path: Path, dataset: DatasetConfig) -> _Table:
         raise DataError(f"{path}: no row below the header")
     if not is_blank.all():
         raise DataError(f"{path}, line {nameless[~is_blank][0] + line}: no image path")
-    return _Table(
+    return Table(
         path, names[image], found, rows.drop(index=nameless) if len(nameless) else rows, dataset
     )
+
+
+def _read_parquet(path: Path, dataset: DatasetConfig) -> Table:
+    from pyarrow.parquet import read_table
+
+    table = read_table(path)
+    image = image_column(path, table.column_names, dataset)
+    kind = table.schema.field(image).type
+    if "binary" in str(kind):
+        raise DataError(
+            f"{path}: the column {image!r} holds images, not paths; set DATA.DATASET.NAME huggingface"
+        )
+    paths = encoded(str(value or "").strip() for value in values(table.column(image)))
+    rows = {x: categories(values(table.column(x))) for x in table.column_names if x != image}
+    return Table(path, image, paths, pd.DataFrame(rows), dataset)
+
+
+def values(column: Any) -> Iterator[Any]:
+    """The values of a column of Arrow, which are not all in memory at once."""
+    return (value for chunk in column.chunks for value in chunk.to_pylist())
+
+
+def categories(cells: Iterable[Any], names: Sequence[str] = ()) -> pd.Categorical:
+    """The texts of cells; "" where there is no label.
+
+    Args:
+        cells: texts, numbers, lists of them, which become texts as Python writes them, or None.
+        names: of the classes that cells are numbers of; -1 is no label.
+    """
+
+    def text(cell: Any) -> str:
+        if isinstance(cell, list):
+            return str([*map(text, cell)])
+        is_unknown = cell is None or (names and cell < 0)
+        return "" if is_unknown else str(names[cell] if names else cell).strip()
+
+    kinds, places = distinct(map(text, cells))
+    return pd.Categorical.from_codes(places, kinds)
 
 
 def _joined(parts: Sequence[pd.Categorical]) -> pd.Categorical:
@@ -551,25 +607,27 @@ def _joined(parts: Sequence[pd.Categorical]) -> pd.Categorical:
     return pd.Categorical.from_codes(numbers[whole.codes], texts)
 
 
-def _image_column(path: Path, names: list[str], dataset: DatasetConfig) -> str:
+def image_column(path: Path, names: list[str], dataset: DatasetConfig) -> str:
     """The column of image paths: that of the configuration, else the first with a usual name."""
     usual = [found for name in _IMAGE_COLUMNS if (found := _find(names, name)) is not None]
     name = dataset.IMAGE_COLUMN or (usual or _IMAGE_COLUMNS)[0]
     return _require(path, names, [name], "DATA.DATASET.IMAGE_COLUMN")[0]
 
 
-def _files(table: _Table) -> tuple[Path, Paths]:
+def _files(table: Table) -> tuple[Path, Paths]:
     """The folder that paths start from, and the path of each image, with the ending that names may lack."""
-    root = (
-        table.path.parent if table.dataset.ROOT is None else Path(table.dataset.ROOT).expanduser()
-    )
     paths, stem = table.images, table.path.stem
     if len(table.rows) < len(paths):
         paths = paths[table.rows.index]
+    if table.root is not None:
+        return table.root, paths
+    root = (
+        table.path.parent if table.dataset.ROOT is None else Path(table.dataset.ROOT).expanduser()
+    )
     for folder in ("", stem, f"{stem}_images", "images"):
         place = partial(os.path.join, folder)
         first = [*dict.fromkeys(place(os.fsdecode(path)) for path in paths[:1000])][:100]
-        is_there = any(os.path.isfile(root / path) for path in first)  # noqa: PTH113 (no error)
+        is_there = any(os.path.isfile(root / container(path)) for path in first)  # noqa: PTH113 (no error)
         if not is_there and _with_endings(root, first) == first:
             continue
         if not folder and is_there:

@@ -132,26 +132,15 @@ def pick_folder(split: str, names: Sequence[str]) -> str:
     return split if split in names else names[0]
 
 
-def find_nested_splits(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """The split of each path of folders whose class folders are divided: (split, the path without it).
+def find_names(names: Sequence[str]) -> dict[str, str]:
+    """The name of each split among the names of all; one alone is for training.
 
-    Empty where they are not: most paths need a folder such as `train`, and there must be another split. The
-    name of a split may repeat that of the folder above it, as in `cat/cat_train`.
-
-    >>> find_nested_splits([("cat", "train"), ("cat", "val")])
-    {('cat', 'train'): ('train', 'cat'), ('cat', 'val'): ('val', 'cat')}
+    >>> find_names(["train", "validation"]), find_names(["birds"])
+    ({'train': 'train', 'val': 'validation'}, {'train': 'birds'})
     """
-    paths = list(paths)
-    found: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for path in paths:
-        for place in reversed(range(1, len(path))):
-            meaning = parse_split_name(path[place])
-            above = re.findall(r"[^\W\d_]+", path[place - 1].casefold())
-            if meaning is not None and set(meaning[1].split()) <= {*above}:
-                found[path] = (meaning[0], *path[:place], *path[place + 1 :])
-                break
-    splits = {split for split, *_ in found.values()}
-    return found if "train" in splits and len(splits) > 1 and len(found) > 0.9 * len(paths) else {}
+    if len(names) == 1:
+        return {"train": names[0]}
+    return {split: pick_folder(split, some) for split, some in find_folders(names).items()}
 
 
 def is_true(cell: str) -> bool:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from linnaeus.config.schema import DataConfig
+from linnaeus.config.values import IMAGE_FILES
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length
-from linnaeus.data.datasets import build_data
+from linnaeus.data.datasets import TABLES, build_data
 from linnaeus.data.image_files import (
     ImageFiles,
     Listing,
@@ -23,7 +24,8 @@ from linnaeus.data.image_files import (
     require_files,
 )
 from linnaeus.data.imagefolder import read_folders
-from linnaeus.data.manifest import read_evaluated_manifest
+from linnaeus.data.manifest import read_evaluated_tables
+from linnaeus.data.packed import container
 from linnaeus.data.split_file import read_split
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
@@ -84,7 +86,7 @@ def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) ->
     dataset = request.config.DATASET
     if isinstance(dataset, Mapping):
         return _user_data(request)
-    if dataset.NAME in ("imagefolder", "manifest"):
+    if dataset.NAME in IMAGE_FILES:
         return _files(request, on_main)
     config = request.config
     names = [] if request.index is None else [*request.index.taxonomy.names]
@@ -181,7 +183,9 @@ def _found_listing(
         depth = len(taxonomy.levels) if is_run_dataset else None
         files = read_folders(dataset, evaluated=True, num_run_levels=depth)
     else:
-        files = read_evaluated_manifest(dataset, taxonomy, is_run_dataset=is_run_dataset)
+        files = read_evaluated_tables(
+            dataset, TABLES[dataset.NAME], taxonomy, is_run_dataset=is_run_dataset
+        )
     split = next((split for split in ("val", "test", "train") if split in files.splits), None)
     if split is None:
         raise DataError("; ".join(files.notes))
@@ -207,7 +211,7 @@ def _saved_validation(request: EvaluationRequest) -> Listing | None:
     if file is None or not file.is_file():
         return None
     paths, lineages = read_split(file, "val")
-    if not any(map(exists, paths)):
+    if not any(map(exists, map(container, paths))):
         return None
     return Listing.of(str(file), Path(), paths, lineages, is_table=True)
 

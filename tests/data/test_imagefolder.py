@@ -11,7 +11,7 @@ import torch
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.datasets import build_data
 from linnaeus.inference.evaluation_data import EvaluationRequest, build_evaluation_data
-from linnaeus.runtime.errors import ConfigError, DataError
+from linnaeus.runtime.errors import DataError
 from tests.helpers.datasets import write_image
 
 
@@ -147,53 +147,18 @@ def inat(tmp_path):
 
 
 def test_folder_names_of_inaturalist_are_seven_levels(inat):
-    bundle = build(inat)
-    taxonomy = bundle.taxonomy
-    assert taxonomy is not None
-    assert taxonomy.num_classes == {
-        "kingdom": 2,
-        "phylum": 2,
-        "class": 3,
-        "order": 4,
-        "family": 4,
-        "genus": 5,
-        "species": 5,
-    }
-    assert "Quercus alba" in taxonomy.levels[-1].classes
-    assert "Robinia alba" in taxonomy.levels[-1].classes
+    levels = ["kingdom", "phylum", "class", "order", "family", "genus", "species"]
+    bundle = build(inat, LEVELS=levels)
+    numbers = [2, 2, 3, 4, 4, 5, 5]
+    assert bundle.taxonomy.num_classes == dict(zip(levels, numbers, strict=True))
     for i, path in enumerate(paths(bundle.train)):
-        labels = bundle.train[i][1].tolist()
-        names = [level.classes[label] for level, label in zip(taxonomy.levels, labels, strict=True)]
+        pairs = zip(bundle.taxonomy.levels, bundle.train[i][1].tolist(), strict=True)
+        names = [level.classes[label] for level, label in pairs]
         assert "_".join([*names[:-1], names[-1].split(" ")[1]]) == path.split("/")[0][6:]
-
-
-def test_some_levels_of_inaturalist(inat):
-    """Coarse to fine; the run is evaluated on its folders and on those of another data set."""
-    bundle = build(inat, LEVELS=["kingdom", "genus"])
-    assert bundle.taxonomy is not None
-    assert bundle.taxonomy.num_classes == {"kingdom": 2, "genus": 5}
-    assert bundle.taxonomy.parents == ((0, 0, 0, 1, 1),)
-    with pytest.raises(ConfigError, match=r"LEVELS.*genus, kingdom"):
-        build(inat, LEVELS=["genus", "kingdom"])
-    for is_run_dataset, levels, num in ((True, ["kingdom", "genus"], 3), (False, None, 15)):
-        node = DatasetConfig(NAME="imagefolder", ROOT=str(inat), LEVELS=levels)
-        request = EvaluationRequest(
-            DataConfig(DATASET=node), bundle.index, bundle.preprocessing, 0, is_run_dataset
-        )
-        found = labels(build_evaluation_data(request).bundle.val)
-        known = labels(bundle.train) | labels(bundle.val)
-        assert found == {path: known[path] for path in found}
-        assert len(found) == num
-
-
-def test_mixed_folder_names_are_named_and_can_be_forced(inat):
-    for j in range(2):
-        write_image(inat / "others" / f"{j}.jpg")
+    assert [*build(inat).taxonomy.num_classes.values()] == numbers
+    write_image(inat / "others" / "0.jpg")
     with pytest.raises(DataError, match="others"):
-        build(inat, FOLDER_NAMES="inat2021")
-    taxonomy = build(inat, FOLDER_NAMES="nested").taxonomy
-    assert taxonomy is not None
-    assert taxonomy.num_classes == {"class": 6}
+        build(inat, ALLOW_COARSE=False)
 
 
 def test_rank_0_alone_reads_and_others_get_the_same(nested):

@@ -111,8 +111,8 @@ def test_data_is_built_without_reading_files(tmp_path, channels, bits):
     read = build(tmp_path, channels).preprocessing
     assert unread is not None
     assert read is not None
-    assert (unread.decoding.bit_depth, unread.mean) == (None, (0.5,) * channels)
-    assert (read.decoding.bit_depth, read.mean == unread.mean) == (bits, channels == 1)
+    assert unread.decoding.bit_depth is None
+    assert (read.decoding.bit_depth, read.mean) == (bits, (0.5,) * channels)
 
 
 def test_the_check_reads_values_as_the_run_does(run, tmp_path, monkeypatch):
@@ -263,28 +263,6 @@ def bands(root, number=12, channels=5):
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, arrays[-1])
     return arrays
-
-
-def test_mean_and_deviation_are_those_of_the_training_files(tmp_path):
-    bands(tmp_path)
-    bundle = build(tmp_path, 5)
-    assert bundle.preprocessing is not None
-    images = bundle.train
-    pixels = np.stack([np.load(file) for file in images.files]) / 255
-    assert bundle.preprocessing.mean == pytest.approx(pixels.mean((0, 2, 3)), abs=1e-5)
-    assert bundle.preprocessing.std == pytest.approx(pixels.std((0, 2, 3)), abs=1e-5)
-    assert sum("MEAN" in line and "STD" in line for line in bundle.report) == 1
-    given = [0.1, 0.2, 0.3, 0.4, 0.5]
-    bundle = build(tmp_path, 5, AUGMENT=AugmentConfig(MEAN=given, STD=given))
-    assert bundle.preprocessing is not None
-    assert bundle.preprocessing.mean == bundle.preprocessing.std == tuple(given)
-    assert not any("MEAN" in line for line in bundle.report)
-    photos = tmp_path / "photos"
-    for i in range(4):
-        write_image(photos / "ab"[i % 2] / f"{i}.jpg")
-    colors = build(photos, 3).preprocessing
-    assert colors is not None
-    assert colors.mean == (0.5,) * 3
 
 
 @pytest.mark.parametrize("keys", [{"POLICY": "randaugment"}, {"COLOR_JITTER": 0.2}])

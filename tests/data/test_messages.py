@@ -54,7 +54,6 @@ def folders(more="", classes=CLASSES, **dataset):
     return build(**{"NAME": "imagefolder", "ROOT": "images", **dataset})
 
 
-INAT = ("00000_A_C_M_K_F_Canis_lupus", "00001_A_C_M_K_F_Vulpes_vulpes")
 FOLDERS = {
     "no root": lambda: folders(ROOT=None),
     "root is not there": lambda: folders(ROOT="nowhere"),
@@ -94,9 +93,6 @@ FOLDERS = {
     ),
     "depth of val": lambda: folders("images/val/cat/0.jpg", tuple(f"train/{n}" for n in CLASSES)),
     "too few": lambda: [touch("few/a/0.jpg few/b/0.jpg"), build(NAME="imagefolder", ROOT="few")],
-    "level of iNaturalist": lambda: folders(classes=INAT, LEVELS=["tribe"]),
-    "one kingdom": lambda: folders(classes=INAT),
-    "other names": lambda: folders("images/others/0.jpg", INAT),
     "nothing but damage": lambda: folders(skip=True),
     "damaged image": lambda: folders().train[0],
     "no such image": lambda: load_image(Path("gone.jpg"), 3),

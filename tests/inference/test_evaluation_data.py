@@ -112,20 +112,6 @@ def test_the_split_that_is_evaluated(tmp_path, paths, own, expected):
     assert labels(data) == expected
 
 
-@pytest.mark.parametrize("columns", [["genus", "species"], ["species"]])
-def test_names_as_in_inaturalist(tmp_path, columns):
-    """Also on a run with some of the levels, and on a manifest that names them."""
-    names = ["00000_Animalia_C_M_K_F_Canis_lupus", "00001_Animalia_C_M_K_F_Vulpes_vulpes"]
-    lineages = [("Canis", "Canis lupus"), ("Vulpes", "Vulpes vulpes")]
-    index = index_labels(columns, [line[-len(columns) :] for line in lineages])
-    expected = [[1] * len(columns)]
-    root = files(tmp_path / "images", f"{names[1]}/1.png")
-    assert labels(build(index, NAME="imagefolder", ROOT=str(root))) == expected
-    table = tmp_path / "val.csv"
-    table.write_text(f"image,species\nimages/{names[1]}/1.png,Vulpes vulpes\n")
-    assert labels(build(index, NAME="manifest", VAL=str(table))) == expected
-
-
 def test_what_is_not_read_is_noted(tmp_path):
     (tmp_path / "val.csv").write_text("image,species\n1.png,fox\n1.png,nan\n")
     files(tmp_path, "1.png")

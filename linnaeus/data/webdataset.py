@@ -1,0 +1,106 @@
+"""WebDataset: tar files that hold the image and the labels of each sample, such as `7.jpg` and `7.cls`.
+
+Each tar file is read through once for the offsets of its images, so samples are read in any order.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from linnaeus.config.schema import DatasetConfig
+from linnaeus.data import EXTENSIONS
+from linnaeus.data.image_files import encoded
+from linnaeus.data.manifest import Table, categories
+from linnaeus.data.packed import packed_path
+from linnaeus.data.splits import SPLITS, find_names
+from linnaeus.runtime.errors import ConfigError, DataError
+from linnaeus.runtime.words import counted
+
+
+def find_webdataset(dataset: DatasetConfig, notes: list[str]) -> dict[str, Callable[[], Table]]:
+    """Each split of a folder of tar files, and how to read it.
+
+    A folder or the beginning of file names says the split, unless TRAIN, VAL or TEST is a pattern of files.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    root = Path(dataset.ROOT or "").expanduser()
+    shards: dict[str, list[Path]] = defaultdict(list)
+    for file in sorted(root.rglob("*.tar")):
+        place = (
+            file.parent.name if file.parent != root else re.sub(r"[\W_]*\d*\.tar", "", file.name)
+        )
+        shards[place].append(file)
+    splits = {split: shards[name] for split, name in find_names([*shards]).items()}
+    for split in SPLITS:
+        pattern = getattr(dataset, split.upper())
+        if pattern is not None:
+            splits[split] = sorted(root.glob(pattern))
+            if not splits[split]:
+                raise ConfigError(f"DATA.DATASET.{split.upper()}: no file {root / pattern}")
+    if not splits:
+        raise ConfigError(
+            f"DATA.DATASET.ROOT: no files such as `train-0000.tar` in {root}; name others in "
+            "DATA.DATASET.TRAIN, such as `birds-*.tar`. A .tar.gz cannot be read in any order: run `gunzip`"
+        )
+    return {s: partial(_read, files, s, root, dataset, notes) for s, files in splits.items()}
+
+
+def _read(
+    files: Sequence[Path], split: str, root: Path, dataset: DatasetConfig, notes: list[str]
+) -> Table:
+    """The labels of all samples of a split, and the path of each image."""
+    samples = [sample for file in files for sample in _samples(file, root, dataset.IMAGE_COLUMN)]
+    found = [sample for sample in samples if "" in sample]
+    path = root / split
+    if len(found) < len(samples):
+        notes.append(
+            f"{path}: {counted(len(samples) - len(found), 'sample')} without an image left out"
+        )
+    if not found:
+        raise DataError(f"{path}: no image in {counted(len(files), 'tar file')}")
+    images = encoded(sample.pop("") for sample in found)
+    columns = [*dict.fromkeys(name for sample in found for name in sample)]
+    if dataset.LEVELS is None and "cls" in columns:
+        columns = ["cls"]
+    rows = {name: categories(sample.get(name) for sample in found) for name in columns}
+    return Table(
+        path, dataset.IMAGE_COLUMN or "image", images, pd.DataFrame(rows), dataset, root=root
+    )
+
+
+def _samples(file: Path, root: Path, image: str | None) -> list[dict[str, Any]]:
+    """The samples of a tar file: labels by name, and the path of the image under ""."""
+    samples: dict[str, dict[str, Any]] = defaultdict(dict)
+    try:
+        with tarfile.open(file, "r:") as tar:
+            for member in tar:
+                folder, _, name = member.name.rpartition("/")
+                stem, _, ending = name.partition(".")
+                tar.members = []  # type: ignore[attr-defined]  # which it would keep
+                if not member.isfile() or not stem:
+                    continue
+                sample = samples[f"{folder}/{stem}"]
+                if ending == image or (image is None and f".{ending.lower()}" in EXTENSIONS):
+                    place = str(file.relative_to(root))
+                    sample[""] = packed_path(place, name, member.offset_data, member.size)
+                elif ending in ("cls", "txt", "json"):
+                    content = tar.extractfile(member)
+                    assert content is not None
+                    text = content.read().decode()
+                    sample |= json.loads(text) if ending == "json" else {ending: text}
+    except (tarfile.ReadError, ValueError) as error:
+        raise DataError(
+            f"{file}: {error}; it must be a tar file without compression, which can be read in any order"
+        ) from error
+    return [*samples.values()]
