@@ -171,7 +171,7 @@ def draw_runs(runs: Comparison, path: Path) -> None:
             for number, (_, rows) in enumerate(lines):
                 color = SERIES[number] if number < len(SERIES) else INK
                 for row in rows:
-                    value = row.figure(name)
+                    value = row.figures([metric])[name]
                     face = color if row.state.status == "finished" else "none"
                     if value is not None:
                         panel.plot([value], [number], "o", color=color, markerfacecolor=face)
