@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
+from linnaeus.cli.arguments import naming_options
 from linnaeus.cli.parser import (
     CommandParser,
     RunOptions,
@@ -33,7 +34,7 @@ from linnaeus.data.splits import SPLITS
 from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
 from linnaeus.runtime.errors import ConfigError, DataError
 from linnaeus.runtime.files import CHECKPOINTS, not_written
-from linnaeus.runtime.signals import StopRequest
+from linnaeus.runtime.signals import StopRequest, leaving_at_once
 from linnaeus.runtime.words import counted
 
 if TYPE_CHECKING:
@@ -193,14 +194,15 @@ def run(options: PredictOptions) -> int:
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
-    from linnaeus.inference.trained import load_run
-    from linnaeus.runtime.console import make_console
-    from linnaeus.runtime.log import close_logging, set_up_logging
+    with leaving_at_once():
+        from linnaeus.inference.trained import load_run
+        from linnaeus.runtime.console import make_console
+        from linnaeus.runtime.log import close_logging, set_up_logging
 
     console = make_console(sys.stderr)
     set_up_logging(None, rank=0, console=console)
     try:
-        with StopRequest().listening():
+        with naming_options(), StopRequest().listening():
             runs = []
             for path in (options.run, *options.others):
                 runs.append(

@@ -151,7 +151,7 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
         decoding=preprocessing.decoding,
         on_main=on_main,
         report=report,
-        remedy=None if request.skip_unknown else "--unknown skip evaluates the others",
+        remedy=None if request.skip_unknown else "unknown=skip evaluates the others",
         needs_labels=False,
     )
     images.transform = preprocessing.transform()

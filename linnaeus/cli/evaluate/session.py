@@ -17,6 +17,7 @@ from rich.console import Console
 
 from linnaeus import __version__
 from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.cli.arguments import naming_options
 from linnaeus.cli.evaluate.options import EvaluateOptions
 from linnaeus.cli.evaluate.report import Evaluation
 from linnaeus.cli.evaluate.samples import sample_table, write_samples
@@ -89,6 +90,7 @@ def run(options: EvaluateOptions, config: Config, own: Config) -> int:
     console = make_console()
     try:
         with (
+            naming_options(),
             deterministic(config.TRAIN.DETERMINISTIC),
             StopRequest().listening(),
             join(config.EXPERIMENT.DEVICE, config.DIST) as world,
