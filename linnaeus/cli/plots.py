@@ -1,7 +1,7 @@
 """All pictures, as PNG or SVG.
 
-Axes and text are middle grey on a transparent background, so that they can be read on white and on black.
-Series have the colours of Okabe and Ito (2008), which readers with any colour vision can tell apart.
+Axes and text are dark on white, so that they can be read on paper and on any page. Series have the colors
+of Okabe and Ito (2008), which readers with any color vision can tell apart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from linnaeus.cli.runs import Comparison
     from linnaeus.inference.figures import LevelFigures, SetFigures
 
-INK = "#7d7d7d"
+INK = "#404040"
 SERIES = BLUE, VERMILION, GREEN, *_ = (
     "#0072b2",
     "#d55e00",
@@ -104,20 +104,11 @@ def drawing(path: Path, title: str, width: float, height: float) -> Iterator[Fig
         yield figure
         buffer, kind = io.BytesIO(), path.suffix.lower().removeprefix(".")
         metadata = {"Date": None} if kind == "svg" else None
-        figure.savefig(buffer, format=kind, dpi=120, transparent=True, metadata=metadata)
+        figure.savefig(buffer, format=kind, dpi=120, metadata=metadata)
         try:
             write_atomically(path, lambda file: file.write(buffer.getvalue()))
         except OSError as error:
             raise not_written(path, error) from error
-
-
-def _log_axis(axes: Axes) -> None:
-    """Scale the x axis by powers of ten; the labels are plain text."""
-    from matplotlib.ticker import LogFormatter
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(LogFormatter())
-    axes.xaxis.set_minor_formatter(LogFormatter())
 
 
 def _short(name: str, most: int = 40) -> str:
@@ -223,6 +214,8 @@ def draw_analysis(analysis: Analysis, title: str, path: Path) -> None:
 
 def draw_rates(test: RateTest, title: str, path: Path) -> None:
     """Draw the loss against the learning rate."""
+    from matplotlib.ticker import LogFormatter
+
     rates, losses, smoothed = zip(*(row.values() for row in test.rows), strict=True)
     with drawing(path, title, 7, 4.8) as figure:
         axes = figure.subplots()
@@ -231,7 +224,9 @@ def draw_rates(test: RateTest, title: str, path: Path) -> None:
         axes.plot(rates, smoothed, color=BLUE, label="smoothed")
         if test.suggestion is not None:
             axes.axvline(test.suggestion, color=GREEN, linestyle=":", label="suggested")
-        _log_axis(axes)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(LogFormatter())  # the labels are plain text
+        axes.xaxis.set_minor_formatter(LogFormatter())
         axes.set_ylim(min(losses), 1.5 * max(losses[: len(losses) // 2 + 1]))
         axes.legend()
 
