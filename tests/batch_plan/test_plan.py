@@ -267,7 +267,7 @@ def test_a_much_raised_rate_gets_a_warm_up(effective, warmup, epochs, steps, has
         optimizer=optimizer, warmup=warmup, EFFECTIVE_BATCH_SIZE=effective, EPOCHS=epochs
     )
     assert plan.warmup_steps == steps
-    assert ["SCHEDULE.WARMUP" in note for note in plan.notes] == [True] * has_note
+    assert any("SCHEDULE.WARMUP" in note for note in plan.notes) == has_note
 
 
 SGD = OptimizerConfig(NAME="sgd")
