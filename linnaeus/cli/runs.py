@@ -252,7 +252,7 @@ class Comparison:
         if hidden or not shown or any("=" not in (row.name or "=") for row in rows):
             texts = {"run": [row.title for row in rows], **texts}
         best = [row.best(metric) for row in rows]
-        figures = {
+        numbers = {
             "batch": [cell(row.planned.get("effective_batch"), ".0f") for row in rows],
             metric: [cell(row.metrics.get(metric), ".4f") for row in rows],
             "best": [f"{found[0]:.4f} @{found[1]}" if found else "" for found in best],
@@ -260,7 +260,7 @@ class Comparison:
         }
         columns = {
             **texts,
-            **{name: found for name, found in figures.items() if any(found)},
+            **{name: found for name, found in numbers.items() if any(found)},
             "status": [row.state.status for row in rows],
         }
         lines = zip(*columns.values(), strict=True)
