@@ -72,11 +72,11 @@ class ProgressBar:
         if self._shown:  # a bar that is not shown would print an empty line
             self._bar.stop()
 
-    def start(self, title: str, total: int | None, done: int = 0) -> None:
-        """Begin an epoch of `total` optimizer steps; None for any number. Some are `done` already."""
+    def start(self, title: str, total: int | None) -> None:
+        """Begin an epoch of `total` optimizer steps; None for any number."""
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
-        self._bar.add_task(title, total=total, completed=done, metrics="")
+        self._bar.add_task(title, total=total, metrics="")
 
     def advance(self, num_steps: int) -> None:
         """Count optimizer steps as done."""

@@ -431,7 +431,8 @@ class Trainer:
         batches, stages = self._rest_of_epoch()
         done = round(self.plan.position(epoch, samples) - self.plan.position(epoch, 0))
         left = sum(stage.num_steps for stage in self.plan.rest_of_epoch(epoch, samples))
-        self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", done + left, done)
+        self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", done + left)
+        self.progress_bar.advance(done)
         return batches, stages
 
     def _rest_of_epoch(self) -> tuple[Iterator[Batch], list[Stage]]:
