@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,8 @@ def test_a_run_that_died_within_an_epoch_ends_as_if_it_had_not(
     outcome = run(*options)
     assert outcome.code == 0, outcome.err
     assert_same_bits(weights(folder), weights(tmp_path / "runs/whole"))
+    totals = re.findall(r"step \d+/(\d+)", outcome.err + outcome.out)
+    assert {*totals} == {"12"}, "also in the resumed epoch"
     for split in ("train", "val"):
         lines = [lines_of(tmp_path / "runs" / name, split) for name in ("whole", "plain")]
         assert [(line["step"], line["loss"]) for line in lines[0]] == [

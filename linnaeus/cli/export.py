@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from linnaeus.cli.arguments import naming_options
 from linnaeus.cli.parser import CommandParser, RunOptions, choice, option, read_count
 from linnaeus.inference.export import FORMATS, OUTPUTS
 from linnaeus.runtime.errors import ConfigError
-from linnaeus.runtime.signals import StopRequest
+from linnaeus.runtime.signals import StopRequest, leaving_at_once
 
 DESCRIPTION = """\
 Writes a trained run's model as a file that other programs read, with its classes, taxonomy and preprocessing
@@ -83,10 +84,11 @@ def run(options: ExportOptions) -> int:
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
-    from linnaeus.inference.export.run import export_run
-    from linnaeus.inference.trained import load_run
+    with leaving_at_once():
+        from linnaeus.inference.export.run import export_run
+        from linnaeus.inference.trained import load_run
 
-    with StopRequest().listening():
+    with naming_options(), StopRequest().listening():
         trained = load_run(
             options.run,
             checkpoint=options.checkpoint or "best",

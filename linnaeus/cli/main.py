@@ -30,7 +30,7 @@ if find_spec("omegaconf") is None:
 from linnaeus import __version__
 from linnaeus.config.keys import suggest
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
-from linnaeus.runtime.signals import Interrupted, end_with_torchrun
+from linnaeus.runtime.signals import Interrupted, end_with_torchrun, leaving_at_once
 
 COMMANDS = {
     "train": "train; the word may be left out, but `linnaeus` alone prints this text",
@@ -83,7 +83,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
         elif {"-h", "--help"} & options:
             request = part_of(command, "PARSER").format_help()
         else:
-            request = part_of(command, "read")(rest)
+            with leaving_at_once():  # OmegaConf makes another error of the exception
+                request = part_of(command, "read")(rest)
         if isinstance(request, str):
             if is_main:
                 print(request, end="")
@@ -119,7 +120,9 @@ def cli(argv: Sequence[str] | None = None) -> int:
                 end="",
             )
             return 0
-        exit_code: int = part_of(command, "run")(*request)
+        with leaving_at_once():  # torch may be imported
+            run = part_of(command, "run")
+        exit_code: int = run(*request)
         return exit_code
     except LinnaeusError as error:
         print(error if rank is None else f"[rank {rank}] {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """All pictures, as PNG or SVG.
 
-Axes and text are middle grey on a transparent background, so that they can be read on white and on black.
-Series have the colours of Okabe and Ito (2008), which readers with any colour vision can tell apart.
+Axes and text are dark on white, so that they can be read on paper and on any page. Series have the colors
+of Okabe and Ito (2008), which readers with any color vision can tell apart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from linnaeus.cli.runs import Comparison
     from linnaeus.inference.figures import LevelFigures, SetFigures
 
-INK = "#7d7d7d"
+INK = "#404040"
 SERIES = BLUE, VERMILION, GREEN, *_ = (
     "#0072b2",
     "#d55e00",
@@ -50,12 +50,8 @@ FONTS = (
     "Source Han Sans",
     "WenQuanYi",
     "PingFang",
-    "Hiragino Sans",
     "Microsoft YaHei",
-    "Yu Gothic",
-    "Malgun Gothic",
     "Arial Unicode MS",
-    "Droid Sans Fallback",
 )
 """How the names of fonts begin that have Chinese, Japanese and Korean letters."""
 _STYLE = {
@@ -104,26 +100,11 @@ def drawing(path: Path, title: str, width: float, height: float) -> Iterator[Fig
         yield figure
         buffer, kind = io.BytesIO(), path.suffix.lower().removeprefix(".")
         metadata = {"Date": None} if kind == "svg" else None
-        figure.savefig(buffer, format=kind, dpi=120, transparent=True, metadata=metadata)
+        figure.savefig(buffer, format=kind, dpi=120, metadata=metadata)
         try:
             write_atomically(path, lambda file: file.write(buffer.getvalue()))
         except OSError as error:
             raise not_written(path, error) from error
-
-
-def _log_axis(axes: Axes) -> None:
-    """Scale the x axis by powers of ten; the labels are plain text."""
-    from matplotlib.ticker import LogFormatter
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(LogFormatter())
-    axes.xaxis.set_minor_formatter(LogFormatter())
-
-
-def _short(name: str, most: int = 40) -> str:
-    """A name of at most so many letters; matplotlib takes one that begins with `_` for no label."""
-    name = f" {name}" if name.startswith("_") else name
-    return shortened(name, most)
 
 
 # Runs.
@@ -141,9 +122,10 @@ def draw_runs(runs: Comparison, path: Path) -> None:
     metric = runs.metric
     num_finished = sum(row.state.status == "finished" for row in runs.rows)
     title = f"{num_finished} of {counted(len(runs.rows), 'run')} finished"
-    lines = runs.lines()[:MAX_NAMES]
-    labels = [textwrap.fill(_short(label, 60), 30) for label, _ in lines]
-    height = 1 + sum(0.12 + 0.15 * len(label.split("\n")) for label in labels)
+    lines, colors = runs.lines()[:MAX_NAMES], [*SERIES, *[INK] * MAX_NAMES]
+    labels = [textwrap.fill(shortened(label, 60), 30) for label, _ in lines]
+    num_text_lines = max(len(label.split("\n")) for label in labels)
+    height = 1 + len(labels) * (0.12 + 0.15 * num_text_lines)
     with drawing(path, title, 8, 4 + height) as figure:
         panels: dict[str, Any] = figure.subplot_mosaic(
             [["curves", "curves"], ["best", "time"]], height_ratios=[4, height]
@@ -154,11 +136,11 @@ def draw_runs(runs: Comparison, path: Path) -> None:
         for number, (_, rows) in enumerate(lines):
             found = {n: row.curve(metric) for n, row in enumerate(rows)}
             values = pd.DataFrame(found, dtype=float).sort_index().dropna(how="all")
-            color, dash = SERIES[number % len(SERIES)], DASHES[number % len(DASHES)]
-            if number >= len(SERIES):
-                curves.plot(values.index, values.mean(axis=1), color=INK, alpha=0.3, zorder=1)
-            elif not values.empty:
-                curves.plot(values.index, values.mean(axis=1), dash, color=color, marker=".")
+            color, dash = colors[number], DASHES[number % len(DASHES)]
+            if not values.empty:
+                strength = 1 if number < len(SERIES) else 0.3
+                look = {"color": color, "alpha": strength, "zorder": 1 + strength}
+                curves.plot(values.index, values.mean(axis=1), dash, marker=".", **look)
                 ends = values.min(axis=1), values.max(axis=1)
                 curves.fill_between(values.index, *ends, color=color, alpha=0.18, linewidth=0)
         for panel, title, name in (
@@ -169,16 +151,16 @@ def draw_runs(runs: Comparison, path: Path) -> None:
             panel.set_yticks(range(len(lines)), labels, fontsize=9)
             panel.tick_params(labelleft=panel is best)
             for number, (_, rows) in enumerate(lines):
-                color = SERIES[number] if number < len(SERIES) else INK
+                color = colors[number]
                 for row in rows:
-                    value = row.figure(name)
+                    value = row.figures([metric])[name]
                     face = color if row.state.status == "finished" else "none"
                     if value is not None:
                         panel.plot([value], [number], "o", color=color, markerfacecolor=face)
                     elif panel is best:
-                        text = "not measured"
-                        panel.text(0.5, number, text, transform=panel.get_yaxis_transform())
-        for label, color in zip(best.get_yticklabels(), SERIES, strict=False):
+                        where = {"transform": panel.get_yaxis_transform(), "va": "center"}
+                        panel.text(0.5, number, "not measured", **where)
+        for label, color in zip(best.get_yticklabels(), colors, strict=False):
             label.set_color(color)
         panels["time"].set_xlim(left=0)
 
@@ -223,6 +205,8 @@ def draw_analysis(analysis: Analysis, title: str, path: Path) -> None:
 
 def draw_rates(test: RateTest, title: str, path: Path) -> None:
     """Draw the loss against the learning rate."""
+    from matplotlib.ticker import LogFormatter
+
     rates, losses, smoothed = zip(*(row.values() for row in test.rows), strict=True)
     with drawing(path, title, 7, 4.8) as figure:
         axes = figure.subplots()
@@ -231,7 +215,9 @@ def draw_rates(test: RateTest, title: str, path: Path) -> None:
         axes.plot(rates, smoothed, color=BLUE, label="smoothed")
         if test.suggestion is not None:
             axes.axvline(test.suggestion, color=GREEN, linestyle=":", label="suggested")
-        _log_axis(axes)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(LogFormatter())  # the labels are plain text
+        axes.xaxis.set_minor_formatter(LogFormatter())
         axes.set_ylim(min(losses), 1.5 * max(losses[: len(losses) // 2 + 1]))
         axes.legend()
 
@@ -289,9 +275,11 @@ def _matrix(axes: Axes, level: LevelFigures) -> None:
     # The root of a share, so that rare confusions can be seen.
     axes.imshow(shares**0.5, cmap="Blues", vmin=0, vmax=1, aspect="auto", alpha=0.9)
     look: dict[str, Any] = {"fontsize": 9 if len(columns) <= MAX_NAMES // 2 else 7}
-    names = [_short(classes[column], 24) for column in columns]
-    axes.set_xticks(range(len(columns)), names, rotation=45, ha="right", **look)
-    axes.set_yticks(range(len(rows)), [_short(classes[row], 24) for row in rows], **look)
+    names = [shortened(name, 24) for name in classes]
+    axes.set_xticks(
+        range(len(columns)), [names[i] for i in columns], rotation=45, ha="right", **look
+    )
+    axes.set_yticks(range(len(rows)), [names[i] for i in rows], **look)
     for row, column in zip(*matrix.nonzero(), strict=True):
         color = "white" if shares[row, column] > 0.25 else "black"
         number = f"{int(matrix[row, column]):,}"
@@ -299,6 +287,6 @@ def _matrix(axes: Axes, level: LevelFigures) -> None:
 
 
 def _ascending(axes: Axes, values: Tensor, title: str) -> None:
-    """A figure of all classes with samples, ascending."""
+    """A metric of all classes with samples, ascending."""
     axes.set(title=title, xlabel="classes, ascending", ylim=(0, 1.03))
     axes.plot(range(1, len(values) + 1), values.sort().values.tolist(), color=BLUE)

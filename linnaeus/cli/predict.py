@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
+from linnaeus.cli.arguments import naming_options, read_columns
 from linnaeus.cli.parser import (
     CommandParser,
     RunOptions,
@@ -23,7 +23,6 @@ from linnaeus.cli.parser import (
     option,
     read_count,
     read_number,
-    read_path,
     read_table,
     unwritable,
 )
@@ -33,7 +32,7 @@ from linnaeus.data.splits import SPLITS
 from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
 from linnaeus.runtime.errors import ConfigError, DataError
 from linnaeus.runtime.files import CHECKPOINTS, not_written
-from linnaeus.runtime.signals import StopRequest
+from linnaeus.runtime.signals import StopRequest, leaving_at_once
 from linnaeus.runtime.words import counted
 
 if TYPE_CHECKING:
@@ -69,16 +68,7 @@ NUM_NAMED = 20
 PIPE_CLOSED = 141
 """The shell's exit code for a program whose reader, such as `head`, has gone."""
 
-FEATURES = ".npy", ".parquet"
-
 logger = logging.getLogger("linnaeus.predict")
-
-
-def _read_features(text: str) -> Path:
-    path = read_path(FEATURES, text)
-    if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
-        raise ValueError("a .parquet file needs pyarrow: pip install pyarrow, or write .npy")
-    return path
 
 
 @dataclass
@@ -114,7 +104,7 @@ class PredictOptions(RunOptions):
         "write the embeddings before the head, one row per image in order: .npy, with the paths in "
         "FILE.paths.csv, or .parquet",
         "FILE",
-        _read_features,
+        partial(read_columns, ".npy"),
     )
     device: str = option("auto, cpu, cuda, cuda:1, ...", "DEVICE", default="auto")
     batch_size: int | None = option(
@@ -148,14 +138,8 @@ def read(argv: Sequence[str]) -> tuple[PredictOptions]:
     elif not options.images:
         problems.append("IMAGES: name files, folders or patterns after RUN, or - for a list")
     for word in () if options.split else options.images:
-        if _is_run(word):
-            problems.append(
-                f"IMAGES: {word}: is a run, and RUN comes first: linnaeus predict {word} IMAGES"
-            )
-        elif problem := problem_of(word):
+        if problem := problem_of(word):
             problems.append(f"IMAGES: {word}: {problem}")
-    if options.images.count(STDIN) > 1:
-        problems.append("IMAGES: - stands there twice, but standard input can be read once")
     if STDIN in options.images and options.launch.launcher == "slurm":
         problems.append(
             "IMAGES: '-' reads standard input, which a SLURM job lacks; pass files, directories or patterns, "
@@ -193,14 +177,15 @@ def run(options: PredictOptions) -> int:
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
-    from linnaeus.inference.trained import load_run
-    from linnaeus.runtime.console import make_console
-    from linnaeus.runtime.log import close_logging, set_up_logging
+    with leaving_at_once():
+        from linnaeus.inference.trained import load_run
+        from linnaeus.runtime.console import make_console
+        from linnaeus.runtime.log import close_logging, set_up_logging
 
     console = make_console(sys.stderr)
     set_up_logging(None, rank=0, console=console)
     try:
-        with StopRequest().listening():
+        with naming_options(), StopRequest().listening():
             runs = []
             for path in (options.run, *options.others):
                 runs.append(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +19,10 @@ import yaml
 
 from linnaeus.cli.tables import cell, save_figures, shortened, table
 from linnaeus.config.dump import PLAN
-from linnaeus.config.keys import KEYS, dotted
+from linnaeus.config.keys import KEYS, dotted, suggest
 from linnaeus.metrics import larger_is_better, score
 from linnaeus.runtime.errors import ConfigError
-from linnaeus.runtime.files import (
-    CONFIG,
-    METRICS,
-    RESULT,
-    finite,
-    read_json,
-    read_text,
-)
+from linnaeus.runtime.files import CONFIG, METRICS, RESULT, finite, read_json, read_text
 from linnaeus.runtime.run_folder import OUTPUT, RUN, State, last_line, read_result, read_state
 from linnaeus.sweep.folder import ASKED, flattened
 
@@ -47,8 +39,6 @@ _NOT_COMPARED = (
     "DATA.AUTOBATCH.START_VAL",
 )
 """Where a run is and whether it may be resumed: no result depends on it, and a sweep sets it by itself."""
-_LINE_BYTES = 1 << 20
-"""No line of a run is as long: what follows is not read."""
 _MOST_KEYS, _MOST_LETTERS = 8, 24
 """Differing keys that have a column on the screen, and letters of a value; a preset may change dozens."""
 _DEFAULTS = {dotted(path): key.default for path, key in KEYS.items()}
@@ -94,17 +84,25 @@ class Row:
         return self.name or " ".join(f"{key}={value}" for key, value in self.values.items())
 
     @property
-    def metrics(self) -> list[str]:
-        """The names of its validation metrics."""
-        validated = (name for values in self.history.values() for name in values)
-        return list(dict.fromkeys([*self.planned.get("metrics", {}), *validated]))
+    def metrics(self) -> dict[str, float | None]:
+        """Its validation metrics: those of the result, else of the last validation."""
+        names = dict.fromkeys(name for values in self.history.values() for name in values)
+        last = self.history[max(self.history)] if self.history else {}
+        return {
+            **self.planned.get("metrics", {}),
+            **names,
+            **last,
+            **self.planned.get("metrics", {}),
+        }
 
     @property
     def headline(self) -> str | None:
         """The metric that decides which checkpoint is best: by default top-1 of the finest level."""
-        levels = [name for name in self.metrics if name.startswith(("top1/", "map/"))]
-        names = levels or self.metrics[:1]
-        own = (self.config or {}).get("TRAIN.BEST_METRIC") or (names[-1] if names else None)
+        names = [*self.metrics]
+        levels = [name for name in names if name.startswith(("top1/", "map/"))]
+        own = (self.config or {}).get("TRAIN.BEST_METRIC") or next(
+            iter([*levels[::-1], *names]), None
+        )
         headline: str | None = self.planned.get("headline", own)
         return headline
 
@@ -114,21 +112,8 @@ class Row:
 
     def best(self, metric: str) -> tuple[float, float] | None:
         """The best value and the first epoch that has it; None where no value is finite."""
-        values = {epoch: value for epoch, value in self.curve(metric).items() if value is not None}
-        if not values:
-            return None
-        epoch = max(values, key=lambda epoch: score(metric, values[epoch]))
-        return values[epoch], epoch
-
-    def figure(self, name: str) -> float | None:
-        """A metric of the last validation, `best METRIC`, or a number of the plan or the result."""
-        metrics = self.planned.get("metrics", {})
-        if name.startswith("best "):
-            found = self.best(name.removeprefix("best "))
-            return None if found is None else found[0]
-        if self.history and name in self.metrics and name not in metrics:
-            return self.history[max(self.history)].get(name)
-        return finite(metrics.get(name, self.planned.get(name)))
+        found = [(v, epoch) for epoch, v in self.curve(metric).items() if v is not None]
+        return max(found, key=lambda each: score(metric, each[0]), default=None)
 
     def figures(self, metrics: Sequence[str]) -> dict[str, Any]:
         """The row of the files."""
@@ -140,7 +125,7 @@ class Row:
             "exit_code": self.state.exit_code,
             **{name: self.planned.get(name) for name in _PLANNED.values()},
             "epoch": max(self.history, default=None),
-            **{name: self.figure(name) for name in metrics},
+            **{**dict.fromkeys(metrics), **self.metrics},
             **{f"best {name}": found[0] for name, found in best.items()},
             **{f"best {name} epoch": found[1] for name, found in best.items()},
             **{name: self.planned.get(name) for name in ("training_s", "images_per_s")},
@@ -181,6 +166,11 @@ class Comparison:
         return f"no run has {wanted!r}; {found}"
 
     @property
+    def problems(self) -> list[str]:
+        """What cannot be read of the runs."""
+        return [f"{row.title}: {problem}" for row in self.rows for problem in row.problems]
+
+    @property
     def records(self) -> list[dict[str, Any]]:
         """One line of the files for each run."""
         metrics = self.metrics
@@ -189,27 +179,25 @@ class Comparison:
     def lines(self) -> list[tuple[str, list[Row]]]:
         """Runs that differ in the seed alone, with what to call them; the best first."""
         metric = self.metric
-        groups: dict[tuple[Any, ...], list[Row]] = {}
+        groups: dict[object, list[Row]] = {}
         for row in self.rows:
             others = tuple(item for item in row.values.items() if item[0] != SEED)
-            groups.setdefault(others if SEED in row.values else (str(row.folder),), []).append(row)
+            groups.setdefault(others if SEED in row.values else row.folder, []).append(row)
 
         def place(line: tuple[str, list[Row]]) -> float:
             values = [found[0] for row in line[1] if (found := row.best(metric)) is not None]
             return -score(metric, statistics.fmean(values)) if values else float("inf")
 
-        names = short_names(list(self.rows[0].values))
-        lines = []
-        for rows in groups.values():
-            values = dict(rows[0].values)
-            is_mean = len(rows) > 1 and SEED in values
-            if is_mean:
-                del values[SEED]
-            seeds = [f"{len(rows)}\N{NO-BREAK SPACE}seeds"] if is_mean else []
-            label = ", ".join([*(f"{names[key]}={text}" for key, text in values.items()), *seeds])
-            has_name = len(rows) == 1 and "=" not in (rows[0].name or "=")
-            lines.append((rows[0].title if has_name or not label else label, rows))
-        return sorted(lines, key=place)
+        return sorted(((self._label(rows), rows) for rows in groups.values()), key=place)
+
+    def _label(self, rows: Sequence[Row]) -> str:
+        """The name of a run, or the values that some runs have in common."""
+        first, is_mean = rows[0], len(rows) > 1
+        short = short_names(list(first.values))
+        words = [f"{short[k]}={v}" for k, v in first.values.items() if not (is_mean and k == SEED)]
+        words += [f"{len(rows)}\N{NO-BREAK SPACE}seeds"] if is_mean else []
+        has_name = not is_mean and "=" not in (first.name or "=")
+        return first.title if has_name or not words else ", ".join(words)
 
     def sort(self, key: str) -> None:
         """Sort the rows: by a metric from its best value to the worst, by anything else ascending.
@@ -219,18 +207,17 @@ class Comparison:
         Raises:
             ConfigError: there is no such key; the message names those there are.
         """
-        wanted, records = key.removeprefix("-"), self.records
+        wanted, records, metrics = key.removeprefix("-"), self.records, self.metrics
         full = {short: full for full, short in short_names(list(self.rows[0].values)).items()}
         name = self.metric if wanted == "metric" else full.get(wanted, wanted)
-        is_metric = name in self.metrics
-        column = f"best {name}" if is_metric else name
+        column = f"best {name}" if name in metrics else name
         if column not in records[0]:
+            known = ["metric", *metrics, *full]
             raise ConfigError(
-                f"--sort: {wanted!r} is no metric, column or key that differs; use "
-                f"{', '.join(['metric', *self.metrics, *full])}, or a column such as training_s, epoch or "
-                "effective_batch"
+                f"--sort: {wanted!r} is no metric, column or key that differs{suggest(wanted, known)}; use "
+                f"{', '.join(known)}, or a column such as training_s, epoch or effective_batch"
             )
-        is_ascending = key.startswith("-") == (is_metric and larger_is_better(name))
+        is_ascending = key.startswith("-") == (name in metrics and larger_is_better(name))
         values = pd.Series([record[column] for record in records], dtype=object).replace("", None)
         numbers = pd.to_numeric(values, errors="coerce")
         if numbers.count() < values.count():
@@ -250,43 +237,35 @@ class Comparison:
         }
         save_figures(path, content, records)
 
-    @property
-    def problems(self) -> list[str]:
-        """What cannot be read of the runs."""
-        return [f"{row.title}: {problem}" for row in self.rows for problem in row.problems]
-
     def table(self, title: str = "Runs") -> Table:
         """Return a line per run: what differs, the batch size, the metric last and at its best, and the time.
 
         Of many keys the last ones are left out, and named below the table.
         """
         rows, metric = self.rows, self.metric
-        keys = list(rows[0].values)
-        names = short_names(keys)
-        hidden = keys[_MOST_KEYS:]
+        names = short_names(list(rows[0].values))
+        shown, hidden = [*names][:_MOST_KEYS], [*names.values()][_MOST_KEYS:]
         texts = {
-            names[key]: [shortened(row.values[key], _MOST_LETTERS) for row in rows]
-            for key in keys[:_MOST_KEYS]
+            names[key]: [shortened(row.values[key], _MOST_LETTERS) for row in rows] for key in shown
         }
         # The names of a sweep's runs are their values.
-        if hidden or not keys or any("=" not in (row.name or "=") for row in rows):
+        if hidden or not shown or any("=" not in (row.name or "=") for row in rows):
             texts = {"run": [row.title for row in rows], **texts}
         best = [row.best(metric) for row in rows]
-        figures = {
+        numbers = {
             "batch": [cell(row.planned.get("effective_batch"), ".0f") for row in rows],
-            metric: [cell(row.figure(metric), ".4f") for row in rows],
+            metric: [cell(row.metrics.get(metric), ".4f") for row in rows],
             "best": [f"{found[0]:.4f} @{found[1]}" if found else "" for found in best],
             "training s": [cell(row.planned.get("training_s"), ".1f") for row in rows],
         }
         columns = {
             **texts,
-            **{name: found for name, found in figures.items() if any(found)},
+            **{name: found for name, found in numbers.items() if any(found)},
             "status": [row.state.status for row in rows],
         }
         lines = zip(*columns.values(), strict=True)
         found = table(title, [*columns], lines, left={"status", *texts})
-        if hidden:
-            found.caption = f"not shown: {', '.join(names[key] for key in hidden)}"
+        found.caption = f"not shown: {', '.join(hidden)}" if hidden else None
         return found
 
     def sentences(self) -> list[str]:
@@ -307,7 +286,7 @@ def compared(rows: Sequence[Row], names: Sequence[str], metric: str | None = Non
     """Put runs side by side, in their order, with their names and values; `metric` is that of --metric."""
     keys = differing_keys([row.config for row in rows if row.config is not None])
     for row, name in zip(rows, names, strict=True):
-        row.name, row.values = name, {key: _shown(row, key) for key in keys}
+        row.name, row.values = name, {key: _shown(row.config or {}, key) for key in keys}
     found = Comparison(list(rows), metric)
     shown = found.metric
     data = [key for key in keys if key.startswith("DATA.DATASET.") and "NUM_SAMPLES" not in key]
@@ -332,15 +311,22 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     >>> differing_keys([{"OPTIMIZER.LR": 0.1, "TRAIN.AMP": "off"}, {"OPTIMIZER.LR": 0.2}])
     ['OPTIMIZER.LR']
     """
+    found = []
     keys = dict.fromkeys([*_DEFAULTS, *(key for config in configs for key in config)])
-    texts = {key: [_comparable(config, key) for config in configs] for key in keys}
-    return [
-        key
-        for key, found in texts.items()
-        if key not in _NOT_COMPARED
-        and len({*found} - {None}) > 1
-        and not all(_follows(config, key) for config in configs)
-    ]
+    for key in [key for key in keys if key not in _NOT_COMPARED]:
+        default = _DEFAULTS.get(key, "(absent)")
+        values = [config.get(key, default) for config in configs]
+        if all(
+            value is values[0] for value in values
+        ):  # mostly: runs share what they have in common
+            continue
+        texts = {
+            None if _is_searched(config, key) else _comparable(value)
+            for config, value in zip(configs, values, strict=True)
+        }
+        if len(texts - {None}) > 1 and not all(_follows(config, key) for config in configs):
+            found.append(key)
+    return found
 
 
 def _is_searched(config: Mapping[str, Any], key: str) -> bool:
@@ -349,10 +335,9 @@ def _is_searched(config: Mapping[str, Any], key: str) -> bool:
     return key in ("DATA.BATCH_SIZE", "DATA.BATCH_SIZE_VAL") and config.get(switch) is True
 
 
-def _comparable(config: Mapping[str, Any], key: str) -> str | None:
-    """Equal texts for equal values; None for a value that was not set."""
-    value = config.get(key, _DEFAULTS.get(key, "(absent)"))
-    if _is_searched(config, key) or str(value).startswith("${"):
+def _comparable(value: Any) -> str | None:
+    """Equal texts for equal values; None for the default of a key that follows another one."""
+    if str(value).startswith("${"):
         return None
     value = float(value) if type(value) is int and finite(value) is not None else value  # 1 is 1.0
     return json.dumps(value, sort_keys=True, default=str)
@@ -365,15 +350,12 @@ def _follows(config: Mapping[str, Any], key: str) -> bool:
     return key.endswith("_VAL") and config.get(key, of_training) in (of_training, twice)
 
 
-def _shown(row: Row, key: str) -> str:
+def _shown(config: Mapping[str, Any], key: str) -> str:
     """The value of a key as it is typed on a command line; empty where it is not known.
 
     A size that AutoBatch searches is the size found.
     """
-    config = row.config or {}
-    if key not in config:
-        return ""
-    value = config[key]
+    value = config.get(key, "")
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -397,11 +379,13 @@ def read_run(folder: Path) -> Row:
     file = next((folder / name for name in names if (folder / name).exists()), folder / CONFIG)
     row.config, row.planned, problem = _config(file, _version(file))
     row.problems += [problem] if problem else []
-    if row.state.status == "finished":
-        row.planned = {**row.planned, **read_result(folder)}
+    result = read_result(folder) if row.state.status == "finished" else {}
+    row.planned = {**row.planned, **result}
     row.history, is_damaged = _history(folder / METRICS, _version(folder / METRICS))
-    there = [name for name in (RUN, RESULT) if os.path.lexists(folder / name)]
-    damaged = [name for name in there if read_json(folder / name) is None]
+    # Only a file that has given nothing is read again.
+    unread = [*[RUN] * (row.state.holder is None), *[RESULT] * (not result)]
+    there = [folder / name for name in unread if os.path.lexists(folder / name)]
+    damaged = [file.name for file in there if read_json(file) is None]
     row.problems += [
         f"{name}: skipped: damaged, or not a run's file"
         for name in damaged + [METRICS] * is_damaged
@@ -409,95 +393,73 @@ def read_run(folder: Path) -> Row:
     return row
 
 
-def _version(path: Path) -> tuple[int, int, bool] | None:
-    """Time and size of a file, and whether it is a regular one; None where there is none."""
-    try:
+def _version(path: Path) -> tuple[int, int] | None:
+    """Time and size of a file; None where there is none."""
+    with suppress(OSError):
         found = path.stat()
-    except FileNotFoundError:
-        return None
-    except OSError:  # a loop of links
-        return 0, 0, False
-    return found.st_mtime_ns, found.st_size, stat.S_ISREG(found.st_mode)
+        return found.st_mtime_ns, found.st_size
+    return None
 
 
 @lru_cache(maxsize=4096)
 def _config(
-    path: Path, version: tuple[int, int, bool] | None
+    path: Path, version: tuple[int, int] | None
 ) -> tuple[Mapping[str, Any] | None, Mapping[str, Any], str]:
     """A configuration by dotted key, the numbers of its batch plan, and why they are not known."""
-    if version is None:
-        return None, {}, f"there is no {path.name}; what differs is not known of it"
+    config: dict[str, Any] = {}
     try:
-        content = _parsed(read_text(path))
-        if not isinstance(content, dict):
-            raise ValueError("it holds no keys")
-        plan = content.pop(PLAN, None)
-        config = flattened(content)
-        if plan is None:  # a size that is searched is not found yet
-            config = {k: value for k, value in config.items() if not _is_searched(config, k)}
-        json.dumps(config, sort_keys=True, default=str)  # as values are compared
+        for section in re.split(r"\n(?=[A-Z]+:\n)", read_text(path)):
+            config |= _section(section)
+    except FileNotFoundError:
+        return None, {}, f"there is no {path.name}; what differs is not known of it"
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         return None, {}, f"{path.name} cannot be read: {reason}; what differs is not known of it"
-    plan = plan if isinstance(plan, Mapping) else {}
-    return (
-        config,
-        {name: finite(plan.get(key)) for key, name in _PLANNED.items() if key in plan},
-        "",
-    )
-
-
-def _parsed(text: str) -> Any:
-    """The content of a YAML file."""
-    with suppress(yaml.YAMLError, TypeError, ValueError):
-        content: dict[str, Any] = {}
-        for section in re.split(r"\n(?=[A-Z]+:\n)", text):
-            content |= _section(section)
-        return content
-    return _section.__wrapped__(text)
+    numbers = {name: finite(config.get(f"{PLAN}.{key}")) for key, name in _PLANNED.items()}
+    config = {key: value for key, value in config.items() if key.partition(".")[0] != PLAN}
+    return config, {name: number for name, number in numbers.items() if number is not None}, ""
 
 
 @lru_cache(maxsize=4096)
-def _section(text: str) -> Any:
-    """The content of a part of a YAML file; the runs of a sweep have most parts in common."""
+def _section(text: str) -> dict[str, Any]:
+    """A part of a configuration by dotted key; the runs of a sweep have most parts in common."""
     # The parser in C, where PyYAML has it.
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    if not isinstance(content, dict):
+        raise ValueError("it holds no keys")
+    found = flattened(content)
+    json.dumps(found, sort_keys=True, default=str)  # as values are compared
+    return found
 
 
 @lru_cache(maxsize=4096)
 def _history(
-    path: Path, version: tuple[int, int, bool] | None
+    path: Path, version: tuple[int, int] | None
 ) -> tuple[Mapping[float, Mapping[str, float | None]], bool]:
     """The validations in a `metrics.jsonl`, and whether it is damaged; foreign lines count as they can."""
     records: dict[float, dict[str, float | None]] = {}
-    if version is None or not version[2]:
-        return {}, version is not None
-    is_damaged = False
     try:
-        with path.open("rb") as lines:
-            for line in iter(partial(lines.readline, _LINE_BYTES), b""):
-                if b'"split": "train"' in line:
-                    continue
-                try:
-                    record = json.loads(line)
-                    epoch = record.get("epoch", record.get("step"))
-                except (ValueError, AttributeError, RecursionError):
-                    # One without its end may be just being written.
-                    is_damaged |= line.endswith(b"\n") or len(line) == _LINE_BYTES
-                    if len(line) == _LINE_BYTES:
-                        break
-                    continue
-                if (
-                    record.get("split", "val") == "val"
-                    and type(epoch) in (int, float)
-                    and 0 <= epoch < 1 << 31
-                ):
-                    others = ("step", "epoch", "split", "time")
-                    records[epoch] = records.get(epoch, {}) | {
-                        name: finite(value)
-                        for name, value in record.items()
-                        if name not in others and (value is None or type(value) in (int, float))
-                    }
-    except OSError:
-        is_damaged = True
+        lines = read_text(path).splitlines(keepends=True)
+    except FileNotFoundError:
+        return {}, False
+    except (OSError, ValueError):
+        return {}, True
+    is_damaged = False
+    for line in lines:
+        if '"split": "train"' in line:
+            continue
+        try:
+            record = json.loads(line)
+            epoch = record.get("epoch", record.get("step"))
+        except (ValueError, AttributeError, RecursionError):
+            is_damaged |= line.endswith("\n")  # one without its end may be just being written
+            continue
+        is_validation = record.get("split", "val") == "val" and type(epoch) in (int, float)
+        if is_validation and 0 <= epoch < 1 << 31:
+            records[epoch] = records.get(epoch, {}) | {
+                name: finite(value)
+                for name, value in record.items()
+                if name not in ("step", "epoch", "split", "time")
+                and (value is None or type(value) in (int, float))
+            }
     return dict(sorted(records.items())), is_damaged

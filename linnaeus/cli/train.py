@@ -11,6 +11,7 @@ from linnaeus.cli.main import COMMANDS
 from linnaeus.cli.parser import CommandParser, Options, option, read_path, read_request
 from linnaeus.config.keys import NODES, available
 from linnaeus.config.schema import Config
+from linnaeus.runtime.signals import leaving_at_once
 
 
 def _table(rows: Mapping[str, str]) -> str:
@@ -77,8 +78,9 @@ def run(options: TrainOptions, config: Config) -> int:
     if options.preview is not None:
         draw_preview(config, options.preview)
         return 0
-    from linnaeus.run import run as train
-    from linnaeus.runtime.distributed import RankEnded
+    with leaving_at_once():
+        from linnaeus.run import run as train
+        from linnaeus.runtime.distributed import RankEnded
 
     try:
         stop_signal = train(config, dry_run=options.launch.dry_run).stop_signal

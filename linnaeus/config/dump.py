@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from linnaeus.config.schema import Config
+from linnaeus.config.schema import DATASET_KEYS, Config, DatasetConfig
 from linnaeus.config.values import escape
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import write_atomically
@@ -59,11 +59,18 @@ def _dump(plain: Any) -> str:
 
 
 def to_yaml(config: Config, plan: Mapping[str, Any] | None = None) -> str:
-    """The configuration as YAML, in the schema's order, with every value written out.
+    """The configuration as YAML, in the schema's order.
 
+    Every value is written out, but for keys that the kind of dataset does not read and that nothing has set.
     `--cfg` reads the text back to an equal configuration; the plan is written below it for people to read.
     """
-    text = _dump(escape(dataclasses.asdict(config)))
+    nodes = dataclasses.asdict(config)
+    if isinstance(dataset := config.DATA.DATASET, DatasetConfig):
+        defaults = dataclasses.asdict(DatasetConfig())
+        for name, kinds in DATASET_KEYS.items():
+            if dataset.NAME not in kinds and getattr(dataset, name) == defaults[name]:
+                del nodes["DATA"]["DATASET"][name]
+    text = _dump(escape(nodes))
     if plan is not None:
         text += "# Worked out for this run. `--cfg` leaves it out, and works it out again.\n"
         text += _dump({PLAN: escape(dict(plan))})

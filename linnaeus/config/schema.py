@@ -320,6 +320,22 @@ class DatasetConfig:
     )
 
 
+_FILES = ("imagefolder", "manifest")
+DATASET_KEYS = {
+    "ROOT": (*_FILES, "fashion_mnist"),
+    **dict.fromkeys(("TRAIN", "VAL", "TEST", "FOLD", "NUM_FOLDS"), _FILES),
+    "VAL_FRACTION": (*_FILES, "digits"),
+    **dict.fromkeys(("FOLDER_NAMES", "ALLOW_COARSE"), ("imagefolder",)),
+    **dict.fromkeys(
+        ("SPLIT_COLUMN", "GROUP_COLUMN", "IMAGE_COLUMN", "LABEL_SEPARATOR"), ("manifest",)
+    ),
+    "CHANNELS": (*_FILES, "synthetic"),
+    **dict.fromkeys(("NUM_CLASSES", "NUM_SAMPLES", "NUM_SAMPLES_VAL", "NOISE"), ("synthetic",)),
+    "UNKNOWN_FRACTION": ("digits", "fashion_mnist", "synthetic"),
+}
+"""The kinds of dataset that read a key; all read the others."""
+
+
 @dataclass
 class AugmentConfig:
     """Training augmentation, and how both splits are resized and normalised (torchvision v2)."""

@@ -166,7 +166,7 @@ def _labeled_files(
         channels=preprocessing.channels,
         decoding=preprocessing.decoding,
         report=report,
-        remedy=None if request.skip_unknown else "--unknown skip evaluates the others",
+        remedy=None if request.skip_unknown else "unknown=skip evaluates the others",
         needs_labels=False,
     )
     _fill_missing(images.labels, missing, index.taxonomy)

@@ -98,20 +98,20 @@ class Predictor:
                 )
             if self.tta and run.spec.preprocessing is None:
                 raise ConfigError(
-                    f"--tta: the dataset of {run.checkpoint} gave tensors, which may be no images; leave "
-                    "it out"
+                    f"tta={self.tta}: the dataset of {run.checkpoint} gave tensors, which may be no images; "
+                    "leave it out"
                 )
         assert first.taxonomy is not None
         self.taxonomy = first.taxonomy
         if self.taxonomy.is_multilabel and self.path:
             raise ConfigError(
-                "--path: the run has several labels for an image and no path; leave it out"
+                "path=True: the run has several labels for an image and no path; leave it out"
             )
         if self.features and len(self.runs) > 1:
-            raise ConfigError("--features: takes one run, as each has embeddings of its own")
+            raise ConfigError("features=True: takes one run, as each has embeddings of its own")
         if self.features and not isinstance(first.model, HierarchicalClassifier):
             raise ConfigError(
-                "--features: the model is one of your own, whose head is not known; leave it out"
+                "features=True: the model is one of your own, whose head is not known; leave it out"
             )
         if self.top is None and not self.taxonomy.is_multilabel:
             self.top = 5
@@ -236,7 +236,7 @@ class Predictor:
                 if size == 1:
                     raise OutOfMemoryError(
                         "the model needs more memory than there is, even for one image; free some, or name "
-                        f"another device (--device cpu): {first_line(error)}"
+                        f"another device (device=cpu): {first_line(error)}"
                     ) from error
                 found = None
             if found is None:

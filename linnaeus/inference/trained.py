@@ -180,8 +180,8 @@ def load_run(
     try:
         target = resolve_device(str(device))
     except ConfigError as error:
-        problems = [problem.replace("EXPERIMENT.DEVICE", "device") for problem in error.problems]
-        raise ConfigError(problems) from None
+        problems = [problem.partition(": ")[2] for problem in error.problems]
+        raise ConfigError([f"device={device}: {problem}" for problem in problems]) from None
     saved = read_run(Path(path).expanduser(), checkpoint, trust_code=trust_code)
     folder = saved.file.parent.parent
     is_run = saved.file.parent.name == CHECKPOINTS and (folder / CONFIG).is_file()

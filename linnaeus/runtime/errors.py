@@ -15,6 +15,7 @@ The command line prints it without a traceback. Exit code 0 means done, 130 (`EX
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from linnaeus.autobatch.errors import AutoBatchError as AutoBatchError
@@ -31,8 +32,8 @@ class ConfigError(LinnaeusError):
 
     Attributes:
         problems: one sentence for each problem, in the order in which they were found. The heading depends on
-            how they begin: with an option, a quoted word, `RUN:`, `IMAGES:` or `torchrun:`, or else with a
-            key or a file of the configuration.
+            how they begin: with an option, a quoted word, `RUN:`, `IMAGES:` or `torchrun:`, with an argument
+            of a function (`format=onnx`), or else with a key or a file of the configuration.
     """
 
     exit_code = 2
@@ -43,7 +44,8 @@ class ConfigError(LinnaeusError):
         starts = ("-", "'", "RUN:", "IMAGES:", "torchrun:")
         of_options = {problem.startswith(starts) for problem in self.problems}
         places = {True: " on the command line", False: " in the configuration"}
-        place = places[of_options.pop()] if len(of_options) == 1 else ""
+        is_of_arguments = all(re.match("[a-z_]+=", problem) for problem in self.problems)
+        place = places[of_options.pop()] if len(of_options) == 1 and not is_of_arguments else ""
         super().__init__(f"{counted(len(self.problems), 'problem')}{place}:\n{listed}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:

@@ -74,6 +74,25 @@ def _listen_alone() -> None:
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process inside the context, before anything is written.
+
+    An exception inside an import of torch or NumPy becomes another error, or an abort.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with handled([signal.SIGINT], _leave):
+            yield
+    else:
+        yield
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    print("interrupted by Ctrl-C", file=sys.stderr, flush=True)
+    os._exit(128 + number)
+
+
 class Interrupted(KeyboardInterrupt):
     """This process was asked to stop at once: nothing is to be saved, or Ctrl-C came twice."""
 

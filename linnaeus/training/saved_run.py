@@ -19,6 +19,7 @@ from linnaeus.runtime.errors import (
     first_line,
 )
 from linnaeus.runtime.files import CHECKPOINTS, checkpoint_file, suggest_run
+from linnaeus.runtime.words import several
 from linnaeus.training.checkpoint import load_checkpoint
 from linnaeus.training.precision import AUTOCAST_DTYPES
 
@@ -51,12 +52,16 @@ def read_run(path: Path, checkpoint: str | Path = "best", *, trust_code: bool = 
         try:
             content = load_checkpoint(file)
         except CheckpointError as error:
+            hint = (
+                "what can be loaded is the folder of a run, one of its checkpoints, or a file of `linnaeus "
+                "export --format safetensors`"
+            )
+            others = sorted(each.name for each in file.parent.glob("*.pt") if each != file)
             if file != path:
-                raise
-            raise CheckpointError(
-                f"{error}; what can be loaded is the folder of a run, one of its checkpoints, or a file of "
-                "`linnaeus export --format safetensors`"
-            ) from error
+                hint = f"the run also has {several(others)}, such as with checkpoint=last"
+            if file == path or others:
+                raise CheckpointError(f"{error}; {hint}") from error
+            raise
     state = content.pop("state", {})
     try:
         spec = ModelSpec.from_dict(content["model_spec"], file)

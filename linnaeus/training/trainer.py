@@ -421,7 +421,7 @@ class Trainer:
 
     def _start_epoch(self) -> tuple[Iterator[Batch], list[Stage]]:
         """Prepare the rest of the current epoch; see `_rest_of_epoch`."""
-        epoch = self.progress.epoch
+        epoch, samples = self.progress.epoch, self.progress.samples
         if self.assembly.freezing.is_frozen and self.assembly.freezing.ends_within(epoch + 1):
             self._unfreeze()
         self.world.update(lambda: f"training in epoch {epoch + 1}, step {self.progress.step + 1}")
@@ -429,7 +429,10 @@ class Trainer:
         self.assembly.criterion.train()
         self._clock = time.monotonic()
         batches, stages = self._rest_of_epoch()
-        self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", len(stages))
+        done = round(self.plan.position(epoch, samples) - self.plan.position(epoch, 0))
+        left = sum(stage.num_steps for stage in self.plan.rest_of_epoch(epoch, samples))
+        self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", done + left)
+        self.progress_bar.advance(done)
         return batches, stages
 
     def _rest_of_epoch(self) -> tuple[Iterator[Batch], list[Stage]]:

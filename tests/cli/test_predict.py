@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
@@ -12,6 +14,7 @@ import torch
 
 from linnaeus.cli import predict
 from linnaeus.inference.trained import load_run
+from linnaeus.runtime.errors import ConfigError
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
 from tests.helpers.runs import wait_until
@@ -169,6 +172,70 @@ def test_a_reader_that_has_gone_is_no_traceback(desk):
     outcome = forks.python("-c", command, cwd=desk, env={"PYTHONPATH": str(ROOT)})
     assert outcome.code == predict.PIPE_CLOSED
     assert "Broken" not in outcome.err
+
+
+IMPORTS = """
+import os, signal, sys
+
+class Swallowing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                pass
+
+sys.meta_path.insert(0, Swallowing())
+from linnaeus.main import cli
+raise SystemExit(cli(sys.argv[1:]))
+"""
+"""Sends Ctrl-C within the import of torch, as code that clears the exception."""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "argv", ["predict {} photos", "evaluate {}", "train", "export {} --format=onnx"]
+)
+def test_ctrl_c_in_an_import_ends_the_command(desk, argv):
+    (desk / "runs/birds/config.yaml").write_text("EXPERIMENT: {DEVICE: cpu}")
+    words = [sys.executable, "-c", IMPORTS, *argv.format("runs/birds").split()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    outcome = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert (outcome.returncode, len(outcome.stderr.splitlines())) == (130, 1)
+
+
+@pytest.mark.parametrize(
+    "options", ["--opset=18", "--outputs=logits --preprocessing", "--device=x"]
+)
+def test_errors_name_options_here_and_arguments_in_python(desk, run, options):
+    outcome = run("export", "runs/birds", "--format=safetensors", *options.split())
+    name = options.split()[-1].partition("=")[0]
+    assert (outcome.code, f"  - {name}" in outcome.err, "on the command line" in outcome.err) == (
+        2,
+        True,
+        True,
+    )
+    given = {"--opset": {"opset": 18}, "--preprocessing": {"preprocessing": True}}.get(name)
+    with pytest.raises(ConfigError) as caught:
+        load_run("runs/birds", device="x" if given is None else "cpu").export(
+            "safetensors", **given
+        )
+    assert caught.value.problems[0].startswith(f"{name.removeprefix('--')}=")
+
+
+def test_a_damaged_checkpoint_names_the_others(desk, run):
+    folder = desk / "runs/birds/checkpoints"
+    (folder / "best.pt").write_bytes((folder / "best.pt").read_bytes()[:-99])
+    outcome = run("predict", "runs/birds", "photos", *CPU)
+    assert (outcome.code, "last.pt" in outcome.err, "--checkpoint last" in outcome.err) == (
+        1,
+        True,
+        True,
+    )
+    assert run("predict", "runs/birds", "photos", "--checkpoint", "last", *CPU).code == 0
+    (folder / "last.pt").unlink()
+    outcome = run("predict", "runs/birds", "photos", *CPU)
+    assert (outcome.code, "--checkpoint" in outcome.err) == (1, False)
 
 
 def test_a_run_becomes_a_file_for_other_programs(desk, run):

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 from linnaeus.cli.sweep import read as sweep
 from linnaeus.config.dump import to_yaml
@@ -57,6 +58,23 @@ def test_the_current_folder_names_a_run_of_its_images(tmp_path):
 def test_other_keys_may_follow_the_name_that_a_run_gets():
     config = load("--cfg", "lr.yaml", "EXPERIMENT.WANDB.GROUP=${EXPERIMENT.NAME}-1")
     assert config.EXPERIMENT.WANDB.GROUP == "lr-1"
+    Path("again.yaml").write_text(to_yaml(config))
+    assert load("--cfg", "again.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "left_out"),
+    [
+        ("imagefolder", "ROOT=x", {"NOISE", "NUM_CLASSES", "IMAGE_COLUMN", "UNKNOWN_FRACTION"}),
+        ("imagefolder", "NOISE=3", {"NUM_CLASSES"}),
+        ("synthetic", "NOISE=3", {"ROOT", "FOLD", "VAL"}),
+    ],
+)
+def test_keys_that_a_dataset_does_not_read_are_not_printed(name, more, left_out):
+    config = load(f"DATA.DATASET.NAME={name}", f"DATA.DATASET.{more}")
+    shown = yaml.safe_load(to_yaml(config))["DATA"]["DATASET"]
+    assert not left_out & {*shown}
+    assert {"NAME", "LEVELS", more.partition("=")[0]} <= {*shown}
     Path("again.yaml").write_text(to_yaml(config))
     assert load("--cfg", "again.yaml") == config
 

@@ -5,17 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linnaeus.cli.parser import (
-    CommandParser,
-    RunOptions,
-    choice,
-    option,
-    read_path,
-)
+from linnaeus.cli.arguments import read_columns
+from linnaeus.cli.parser import CommandParser, RunOptions, choice, option
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.overrides import CommandLine, parse_command_line, typed_keys
 from linnaeus.config.schema import Config
@@ -80,19 +75,12 @@ def _read_output(text: str) -> Path:
     return path.with_suffix("") if path.suffix == ".json" else path
 
 
-def _read_samples(text: str) -> Path:
-    path = read_path((".csv", ".parquet"), text)
-    if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
-        raise ValueError("a .parquet file needs pyarrow: pip install pyarrow, or write .csv")
-    return path
-
-
 @dataclass
 class EvaluateOptions(RunOptions):
     """What to evaluate, and where the files go; `output` has no ending."""
 
     output: Path | None = option(
-        "beginning of the names of the files, figures and picture; default RUN/evaluations/<checkpoint>",
+        "beginning of the names of the files and the picture; default RUN/evaluations/<checkpoint>",
         "DIR/PREFIX",
         _read_output,
     )
@@ -100,7 +88,7 @@ class EvaluateOptions(RunOptions):
         "every sample, the worst first: path, loss, labels and predictions, as .csv or .parquet; beside it "
         "worst.png, the 36 worst images",
         "FILE",
-        _read_samples,
+        partial(read_columns, ".csv"),
     )
     unknown: str = choice(
         "samples of classes that the run does not know are an error, or are left out and counted; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,27 +18,6 @@ NUM_CONFUSIONS = 100
 """Confusions of each level in the JSON file."""
 NUM_SHOWN = 5
 """Classes and confusions in a table."""
-HEADINGS = {
-    "samples": "samples",
-    "unlabelled": "unlabelled",
-    "top1": "top-1",
-    "top5": "top-5",
-    "map": "mAP",
-    "macro_recall": "macro recall",
-    "macro_precision": "precision",
-    "macro_f1": "F1",
-    "best_macro_f1": "best F1",
-    "calibration_error": "calib. error",
-    "cross_entropy": "cross-entropy",
-    "recall": "recall",
-    "precision": "precision",
-    "f1": "F1",
-    "average_precision": "average precision",
-    "best_threshold": "best threshold",
-    "best_f1": "F1 there",
-}
-"""What tables call the metrics of levels and classes."""
-OF_LEVEL = tuple(HEADINGS)[:11]
 OF_CLASS = ("class", "samples", "recall", "precision")
 OF_CLASS_OF_SETS = ("class", "samples", "f1", "average_precision", "best_threshold", "best_f1")
 """Columns of the tables."""
@@ -91,13 +70,14 @@ class Evaluation:
             "classes_with_samples": int((found.num_samples > 0).sum()),
         }
         if isinstance(level, SetFigures):
-            row |= {
-                "map": level.mean(level.average_precision),
-                "macro_recall": level.mean(found.recall),
-                "macro_precision": level.mean(found.precision),
-                "macro_f1": level.mean(found.f1),
-                "best_macro_f1": level.mean(level.best_f1),
+            of_classes = {
+                "map": level.average_precision,
+                "macro_recall": found.recall,
+                "macro_precision": found.precision,
+                "macro_f1": found.f1,
+                "best_macro_f1": level.best_f1,
             }
+            row |= {name: level.mean(values) for name, values in of_classes.items()}
         else:
             names = ("macro_recall", "macro_precision", "macro_f1", "calibration_error")
             row |= {
@@ -122,7 +102,7 @@ class Evaluation:
         """Print the tables and the notes."""
         if self.levels:
             rows = [{"level": each.level.name, **self.level_row(each)} for each in self.levels]
-            names = ("level", *(name for name in OF_LEVEL if any(name in row for row in rows)))
+            names = [name for name in rows[0] if not name.startswith("classes")]
             _print(console, self.data_title, names, rows)
         finest = next((level for level in reversed(self.levels) if level.num_samples), None)
         if isinstance(finest, SetFigures):
@@ -133,16 +113,10 @@ class Evaluation:
             rows, title = class_rows(finest), f"Lowest recall: {finest.level.name}"
             _print(console, title, OF_CLASS, [rows[n] for n in worst])
             confusions = [
-                {
-                    "class": each.true,
-                    "taken for": each.predicted,
-                    "samples": each.samples,
-                    "of the class": f"{each.share:.1%}",
-                }
-                for each in finest.confusions(NUM_SHOWN)
+                {**asdict(each), "class": each.true} for each in finest.confusions(NUM_SHOWN)
             ]
             title = f"Largest confusions: {finest.level.name}"
-            _print(console, title, ("class", "taken for", "samples", "of the class"), confusions)
+            _print(console, title, ("class", "predicted", "samples", "share"), confusions)
         for note in self._notes():
             console.print(note, soft_wrap=True)
 
@@ -162,7 +136,18 @@ class Evaluation:
                 "all samples, correct ones as 0)"
             )
         if self.logged is not None:
-            found.append(logged_sentence(self.logged, metrics))
+            now, then = _finite(metrics), _finite(self.logged)
+            unequal = [
+                f"{name} {now.get(name)} ({then.get(name)} in training)"
+                for name in {**then, **now}
+                if now.get(name) != then.get(name)
+            ]
+            found.append(
+                f"metrics differ from training: {', '.join(unequal)}; the last digits depend on "
+                "preprocessing, batch size, precision, ranks, device and torch"
+                if unequal
+                else "same metrics as in training, to the last digit"
+            )
         return found
 
 
@@ -195,29 +180,11 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _print(
-    console: Console, title: str, names: tuple[str, ...], rows: list[dict[str, Any]]
-) -> None:
+def _print(console: Console, title: str, names: Sequence[str], rows: list[dict[str, Any]]) -> None:
     """Print a table of some metrics of the rows."""
-    headings = [HEADINGS.get(name, name) for name in names]
     cells = [
         [cell(row.get(name), ".4f" if isinstance(row.get(name), float) else "") for name in names]
         for row in rows
     ]
-    console.print(table(title, headings, cells, left=("level", "class", "taken for")))
-
-
-def logged_sentence(logged: Mapping[str, float], metrics: Mapping[str, float]) -> str:
-    """The comparison with the metrics of training."""
-    now, then = _finite(metrics), _finite(logged)
-    unequal = [
-        f"{name} {now.get(name)} ({then.get(name)} in training)"
-        for name in {**then, **now}
-        if now.get(name) != then.get(name)
-    ]
-    if not unequal:
-        return "same metrics as in training, to the last digit"
-    return (
-        f"metrics differ from training: {', '.join(unequal)}; the last digits depend on preprocessing, batch "
-        "size, precision, ranks, device and torch"
-    )
+    headings = [name.replace("_", "\n") for name in names]
+    console.print(table(title, headings, cells, left=("level", "class", "predicted")))

@@ -56,13 +56,9 @@ def write_samples(
     sheet, finest = path.with_name("worst.png"), taxonomy.levels[-1].name
     worst = table.head(NUM_PICTURES)
     captions = [
-        f"{label or 'unknown'}\npredicted {predicted} ({probability:.0%})"
-        for label, predicted, probability in zip(
-            worst[finest],
-            worst[f"{finest}_predicted"],
-            worst[f"{finest}_probability"],
-            strict=True,
-        )
+        f"{row[finest] or 'unknown'}\npredicted {row[f'{finest}_predicted']} "
+        f"({row[f'{finest}_probability']:.0%})"
+        for row in worst.to_dict("records")
     ]
     channels = preprocessing.channels
     images = (load_image(file, channels, preprocessing.decoding) for file in worst["path"])

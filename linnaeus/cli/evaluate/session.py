@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
-import re
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-import timm
 from rich.console import Console
 
 from linnaeus import __version__
 from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.cli.arguments import naming_options
 from linnaeus.cli.evaluate.options import EvaluateOptions
 from linnaeus.cli.evaluate.report import Evaluation
 from linnaeus.cli.evaluate.samples import sample_table, write_samples
@@ -89,6 +90,7 @@ def run(options: EvaluateOptions, config: Config, own: Config) -> int:
     console = make_console()
     try:
         with (
+            naming_options(),
             deterministic(config.TRAIN.DETERMINISTIC),
             StopRequest().listening(),
             join(config.EXPERIMENT.DEVICE, config.DIST) as world,
@@ -124,7 +126,7 @@ def _evaluate(session: Session) -> None:
         "image_size": preprocessing and list(preprocessing.size),
         **{name: preprocessing and getattr(preprocessing, name) for name in _RESIZING},
     }
-    output = world.on_main(lambda: _output(session, data))
+    output = world.on_main(lambda: _output(session, data, about_data))
     files = _files(session, data)
     if world.is_main:
         for sentence in data.bundle.report:
@@ -141,10 +143,6 @@ def _evaluate(session: Session) -> None:
             "run": None if folder is None else str(folder.resolve()),
             "epoch": progress["epoch"],
             "step": progress["step"],
-            "model": trained.spec.node.get("NAME", trained.spec.node.get("_target_")),
-            "ema": bool(
-                trained.content.get("config", {}).get("TRAIN", {}).get("EMA", {}).get("ENABLED")
-            ),
         },
         "data": about_data
         | {"samples": dataset_length(data.bundle.val), "left_out": data.num_left_out},
@@ -156,7 +154,7 @@ def _evaluate(session: Session) -> None:
             "channels_last": config.TRAIN.CHANNELS_LAST,
             "compile": config.TRAIN.COMPILE,
         },
-        "versions": {"linnaeus": __version__, "timm": timm.__version__},
+        "version": __version__,
         "notes": data.bundle.report,
         "duration_s": outcome.duration_s,
     }
@@ -281,8 +279,11 @@ def _logged(session: Session, data: EvaluationData) -> dict[str, float] | None:
     return progress["metrics"] or None if is_comparable and was_validated else None
 
 
-def _output(session: Session, data: EvaluationData) -> Path:
-    """The beginning of the files' names: the checkpoint, and the data where it is not the run's own.
+def _output(session: Session, data: EvaluationData, about_data: dict[str, Any]) -> Path:
+    """The beginning of the files' names.
+
+    It is the name of the checkpoint. Where data or preprocessing are not the run's own, the name of the data
+    and a number follow, which tells such evaluations apart.
 
     Raises:
         ConfigError: the files cannot be written.
@@ -290,12 +291,11 @@ def _output(session: Session, data: EvaluationData) -> Path:
     options, trained = session.options, session.trained
     path = options.output
     if path is None:
-        name = (
-            options.run.stem if options.run.is_file() else Path(options.checkpoint or "best").stem
-        )
+        name = trained.checkpoint.stem
         is_own = session.is_own_dataset and data.bundle.preprocessing == trained.spec.preprocessing
         if not is_own:
-            name += "_" + re.sub(r"[^\w.-]+", "_", str(data.source))[-100:].strip("_")
+            number = crc32(json.dumps(about_data, sort_keys=True, default=str).encode())
+            name += f"_{Path(data.source).name[-100:]}_{number:08x}"
         path = (trained.folder or trained.checkpoint.parent) / "evaluations" / name
     for file in (path, options.samples):
         if file is not None:

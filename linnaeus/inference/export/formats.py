@@ -53,7 +53,7 @@ def check_onnx_is_there() -> None:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"--format onnx: {', '.join(missing)} missing: pip install 'linnaeus[export]'"
+            f"format=onnx: {', '.join(missing)} missing: pip install 'linnaeus[export]'"
         )
 
 
@@ -88,7 +88,7 @@ def write_onnx(
     except Exception as error:  # whatever the exporter meets
         raise LinnaeusError(
             f"the model cannot be exported to ONNX ({type(error).__name__}: {first_line(error)}); "
-            "--format torch-export or safetensors may do"
+            "format=torch-export or safetensors may do"
         ) from error
     finally:
         for each, level in zip(loggers, levels, strict=True):
@@ -97,7 +97,7 @@ def write_onnx(
     written = exported.model.opset_imports[""]
     if opset not in (None, written):
         raise LinnaeusError(
-            f"--opset {opset}: the exporter cannot write it for this model, but {written}; leave it out"
+            f"opset={opset}: the exporter cannot write it for this model, but {written}; leave it out"
         )
     exported.model.metadata_props[KEY] = json.dumps(description, ensure_ascii=False)
     exported.save(file)
@@ -105,7 +105,7 @@ def write_onnx(
         session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors have no base class of their own
         raise LinnaeusError(
-            f"onnxruntime cannot load the exported file: {first_line(error)}; --format torch-export or "
+            f"onnxruntime cannot load the exported file: {first_line(error)}; format=torch-export or "
             "safetensors may do"
         ) from error
     (name,) = [entry.name for entry in session.get_inputs()]

@@ -81,35 +81,35 @@ def export_run(
         LinnaeusError: the model cannot be exported so, or the result does not give the run's outputs.
             Nothing is written then.
     """
-    for name, value, choices in (("--format", format, FORMATS), ("--outputs", outputs, OUTPUTS)):
+    for name, value, choices in (("format", format, FORMATS), ("outputs", outputs, OUTPUTS)):
         if value not in choices:
-            raise ConfigError(f"{name}: {value!r} is none of {', '.join(choices)}")
+            raise ConfigError(f"{name}={value}: is none of {', '.join(choices)}")
     programs = ("onnx", "torch-export")
     for name, is_given, takes in (
-        ("--opset", opset is not None, ("onnx",)),
-        ("--half", half, programs),
-        ("--preprocessing", preprocessing, programs),
+        (f"opset={opset}", opset is not None, ("onnx",)),
+        ("half=True", half, programs),
+        ("preprocessing=True", preprocessing, programs),
     ):
         if is_given and format not in takes:
-            raise ConfigError(f"{name}: only goes with --format {' or '.join(takes)}; leave it out")
+            raise ConfigError(f"{name}: only goes with format={' or '.join(takes)}; leave it out")
     is_program = format in programs
     if preprocessing and (outputs == "logits" or not run.classes or run.spec.preprocessing is None):
-        reason = "gives probabilities; leave out --outputs logits"
+        reason = "gives probabilities; leave out outputs=logits"
         if outputs != "logits":
             reason = "needs a run on images with classes; leave it out"
-        raise ConfigError(f"--preprocessing: {reason}")
+        raise ConfigError(f"preprocessing=True: {reason}")
     if output is None:
         output = (run.folder or run.checkpoint.parent) / "export" / NAMES[format]
     path = Path(output)
     ending = Path(NAMES[format]).suffix
     if path.suffix != ending:
-        raise ConfigError(f"--output: {path}: the name of such a file ends in {ending}")
+        raise ConfigError(f"output={path}: the name of such a file ends in {ending}")
     if format == "onnx":
         formats.check_onnx_is_there()
     if format == "safetensors" and run.spec.nested_targets():
         raise LinnaeusError(
-            "--format safetensors: arguments of the model have a `_target_`, which no safetensors file may "
-            f"have: {', '.join(run.spec.nested_targets())}; use --format onnx or torch-export"
+            "format=safetensors: arguments of the model have a `_target_`, which no safetensors file may "
+            f"have: {', '.join(run.spec.nested_targets())}; use format=onnx or torch-export"
         )
     kind = outputs if is_program and run.classes else "logits"
     try:
@@ -178,7 +178,7 @@ def _write_program(
     except Exception as error:  # whatever a user's model does
         raise LinnaeusError(
             f"the model cannot be traced by torch.export ({type(error).__name__}: {first_line(error)}); "
-            "--format safetensors exports its weights"
+            "format=safetensors exports its weights"
         ) from error
     is_log = kind == "logits" and gives_log_probabilities(run.model)
     description = describe(run, "log-probabilities" if is_log else kind, normalises=preprocessing)
@@ -312,7 +312,7 @@ def _appearing(path: Path) -> Iterator[Path]:
         LinnaeusError: it cannot be written.
     """
     if path.is_dir():
-        raise ConfigError(f"--output: {path} is a folder; choose another name")
+        raise ConfigError(f"output={path}: is a folder; choose another name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:

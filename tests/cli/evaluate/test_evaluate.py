@@ -161,13 +161,13 @@ def test_other_data_needs_no_training_data(run, birds, tmp_path):
     write_images(tmp_path / "new/val", ("wolf", "lynx"), 3, seed=1)
     outcome = run(*EVALUATE, "DATA.DATASET.ROOT=new")
     assert outcome.code == 0, outcome.err
-    found = content_of(only(birds, "best_*val.json"))
+    found = content_of(only(birds, "best_*val_*.json"))
     assert found["logged"] is None
     samples = {row["class"]: row["samples"] for row in found["classes"]}
     fox = FOLDERS[2].removeprefix("dogs/")
     assert samples == {"cats": 3, "dogs": 3, "lion": 0, "lynx": 3, fox: 0, "wolf": 3}
     assert found["levels"]["level2"]["classes_with_samples"] == 2
-    with only(birds, "best_*val_classes.csv").open() as file:
+    with only(birds, "best_val_*_classes.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["recall"] for row in rows if row["samples"] == "0"] == ["", ""]
 
@@ -191,20 +191,30 @@ def test_unknown_classes_are_an_error_or_left_out(run, birds, tmp_path):
     assert outcome.code == 1
     assert all(word in outcome.err for word in ("cats/puma", "lion/0.png", "--unknown"))
     assert run(*command, "--unknown", "skip").code == 0
-    found = content_of(only(birds, "best_*test.csv.json"))
+    found = content_of(only(birds, "best_test.csv_*.json"))
     assert (found["data"]["samples"], found["data"]["left_out"]) == (5, 2)
     unlabelled = {name: level["unlabelled"] for name, level in found["levels"].items()}
     assert unlabelled == {"level1": 0, "level2": 1}
 
 
 @pytest.mark.e2e
-def test_no_evaluation_replaces_one_of_other_data(run, birds, tmp_path):
+def test_no_evaluation_replaces_one_of_other_inputs(run, birds, tmp_path):
     for name, seed in (("a", 1), ("b", 2)):
         write_images(tmp_path / name / "test" / "val", FOLDERS, 1, seed)
     folder = birds / "evaluations"
-    for root, expected in (("a/test", 1), ("b/test", 2), ("a/test", 2)):
-        assert run(*EVALUATE, f"DATA.DATASET.ROOT={root}").code == 0
+    for root, size, expected in (
+        ("a/test", 8, 1),
+        ("b/test", 8, 2),
+        ("a/test", 8, 2),
+        ("a/test", 9, 3),
+        ("birds", 9, 4),
+        ("birds", 8, 5),
+        ("birds", 8, 5),
+    ):
+        argv = (f"DATA.DATASET.ROOT={root}", f"DATA.IMG_SIZE={size}")
+        assert run(*EVALUATE, *argv).code == 0
         assert len(list(folder.glob("*.json"))) == expected
+    assert (folder / "best.json").exists()
     assert run(*EVALUATE, "--output", "mine/own").code == 0
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {
         "own.json",
