@@ -43,14 +43,14 @@ def logits_per_level(outputs: Any, level_names: Sequence[str]) -> tuple[Tensor, 
     """
     if isinstance(outputs, Tensor):
         outputs = (outputs,)
-    if isinstance(outputs, Mapping):
+    elif isinstance(outputs, Mapping):
         missing = [name for name in level_names if name not in outputs]
         if missing:
             raise ConfigError(
                 f"MODEL: its output has no key for level {missing[0]!r}; it has {sorted(outputs)}"
             )
         outputs = tuple(outputs[name] for name in level_names)
-    if not isinstance(outputs, Sequence):
+    elif not isinstance(outputs, Sequence):
         raise ConfigError(
             f"MODEL: it gives a {type(outputs).__name__}; the loss needs a tensor of logits, a sequence of "
             f"them or a mapping from the levels {list(level_names)}"

@@ -87,8 +87,9 @@ class TrainStep:
             is_last = number == num_micro_batches
             with nullcontext() if is_last and self.averages_gradients else self._no_sync():
                 batch = next(batches)
-                size = batch_size(batch)
-                divisor = num_micro_batches if num_samples is None else num_samples / size
+                divisor: float = num_micro_batches
+                if num_samples is not None:
+                    divisor = num_samples / batch_size(batch)
                 inputs, targets = self.precision.place(batch)
                 with self.precision.autocast():
                     outputs = self.model(inputs)
@@ -99,7 +100,9 @@ class TrainStep:
                 if divisor != 1:
                     loss = loss / divisor
                 self.scaler.scale(loss).backward()
-                self._call_back("on_backward", MicroBatch(number, num_micro_batches, size, divisor))
+                if self.callbacks:
+                    place = MicroBatch(number, num_micro_batches, batch_size(batch), divisor)
+                    self._call_back("on_backward", place)
                 part = loss.detach().float()
                 total = part if total is None else total + part
                 del batch, inputs, targets, loss  # freed before the next batch is made

@@ -140,7 +140,7 @@ class Trainer:
         self._num_images = 0
         self._line_speed, self._epoch_speed = Speed(), Speed()
         self._advises_loader = True
-        self._seconds = 0.0
+        self._seconds = self._waited_s = 0.0
         self._clock = time.monotonic()
         self._saved_step = 0
         self._micro_batch_limit: int | None = (
@@ -447,8 +447,7 @@ class Trainer:
         return batches, [*islice(steps, most)][::-1]
 
     def _add_wait(self, seconds: float) -> None:
-        self._line_speed.add_wait(seconds)
-        self._epoch_speed.add_wait(seconds)
+        self._waited_s += seconds
 
     def _count_step(self, stage: Stage, loss: torch.Tensor) -> None:
         """Count a completed step. The first one opens the run's files."""
@@ -541,13 +540,13 @@ class Trainer:
         self.progress_bar.describe(values)
         if (norm := self.train_step.grad_norm) is not None:
             values["grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        values |= self._line_speed.read(self._seconds, self._num_images)
+        values |= self._line_speed.read(self._seconds, self._waited_s, self._num_images)
         values["peak_memory_gib"] = peak_memory_gib(self.world.device)
         self._write("train", self.progress.epoch + 1, values)
 
     def _advise_on_loader(self) -> None:
         """Say once that an epoch has waited for data for much of its time."""
-        speed = self._epoch_speed.read(self._seconds, self._num_images)
+        speed = self._epoch_speed.read(self._seconds, self._waited_s, self._num_images)
         advice = loader_advice(speed, self.loaders.train.num_workers)
         if advice is not None and self._advises_loader:
             self._advises_loader = False

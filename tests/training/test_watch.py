@@ -41,12 +41,20 @@ def test_the_norm_of_a_gradient_is_logged_and_changes_nothing(run, tmp_path, amp
 
 
 def test_waiting_counts_for_the_line_in_which_it_ends() -> None:
-    times, speed = iter([0.0, 2.0, 5.0, 5.5, 9.0]), Speed()
-    batches = TimedBatches(iter(["a", "b"]), speed.add_wait, clock=lambda: next(times))
+    times, speed, waits = iter([0.0, 2.0, 5.0, 5.5, 9.0]), Speed(), []
+    batches = TimedBatches(iter(["a", "b"]), waits.append, clock=lambda: next(times))
     assert next(batches) == "a"
-    assert speed.read(4.0, 32) == {"data_s": 2.0, "compute_s": 2.0, "samples_per_s": 8.0}
+    assert speed.read(4.0, sum(waits), 32) == {
+        "data_s": 2.0,
+        "compute_s": 2.0,
+        "samples_per_s": 8.0,
+    }
     assert next(batches) == "b"
-    assert speed.read(5.0, 48) == {"data_s": 0.5, "compute_s": 0.5, "samples_per_s": 16.0}
+    assert speed.read(5.0, sum(waits), 48) == {
+        "data_s": 0.5,
+        "compute_s": 0.5,
+        "samples_per_s": 16.0,
+    }
     with pytest.raises(StopIteration):
         next(batches)
 
