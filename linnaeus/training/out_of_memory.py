@@ -22,7 +22,6 @@ from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import CheckpointError, ConfigError, OutOfMemoryError, first_line
 from linnaeus.training.build import Assembly
 from linnaeus.training.callbacks import CallbackState
-from linnaeus.training.noise_scale import GradientProbe
 
 _KEY = "TRAIN.ON_OUT_OF_MEMORY"
 _NAMES = {"average": "EMA", "optimizer_state": "optimizer"}
@@ -79,22 +78,18 @@ def _new_bytes(tensors: Iterable[Tensor | None], device: torch.device, seen: set
 class StepStart:
     """Callback that copies what forward, backward and clipping change, before each optimizer step.
 
-    That is the buffers, the random number generators and the noise scale. There are no gradients before a
-    step; parameters, optimizer, loss scale and average change in the update, which cannot be undone.
+    That is the buffers and the random number generators. There are no gradients before a step; parameters,
+    optimizer, loss scale and average change in the update, which cannot be undone.
 
     Args:
         assembly: the model and what belongs to it.
         device: of training.
-        probe: of the training step; None without one.
     """
 
-    def __init__(
-        self, assembly: Assembly, device: torch.device, probe: GradientProbe | None
-    ) -> None:
-        self._assembly, self._device, self._probe = assembly, device, probe
+    def __init__(self, assembly: Assembly, device: torch.device) -> None:
+        self._assembly, self._device = assembly, device
         self._buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self._rng: dict[str, Any] = {}
-        self._noise_scale: dict[str, Any] = {}
 
     @torch.no_grad()
     def on_step_start(self, state: CallbackState) -> None:
@@ -108,8 +103,6 @@ class StepStart:
             if buffer is not None
         ]
         self._rng = rng_state(self._device)
-        if self._probe is not None:
-            self._noise_scale = self._probe.scale.state_dict()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -118,8 +111,6 @@ class StepStart:
         if self._assembly.scaler.is_enabled():
             # The step may have noted that its gradients are unscaled; only `update` would forget it.
             self._assembly.scaler._per_optimizer_states.clear()
-        if self._probe is not None:
-            self._probe.scale.load_state_dict(self._noise_scale)
         for registry, name, buffer, copy in self._buffers:
             buffer.copy_(copy)
             registry[name] = buffer  # a step may have put another tensor there

@@ -160,7 +160,7 @@ class RunRecording(Recording):
             plan: with smaller micro-batches than `self.plan` where memory ran out.
         """
         path, data = self.folder.path, self.config.DATA
-        report_result(result, plan, self.config.TRAIN, data.BATCH_SIZE_VAL, path, self._tracker)
+        report_result(result, plan, data.BATCH_SIZE_VAL, path, self._tracker)
         if result.stop_signal:
             self.folder.end(128 + result.stop_signal, stopped_reason(path, result.stop_signal))
         elif self.folder.claim is not None:

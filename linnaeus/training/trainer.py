@@ -42,7 +42,6 @@ from linnaeus.training.callbacks import (
 )
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.ddp import broadcast_tensors, distribute_batchnorm
-from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.out_of_memory import (
     OutOfMemoryReport,
     SizeOrigin,
@@ -73,7 +72,6 @@ class FitResult:
         best_metrics: the best value of each metric over all validations.
         images_per_s: training samples per second over all ranks, since this process started training.
         training_s: seconds of training without validation, including those before the run was resumed.
-        noise_scale: the gradient noise scale in samples; None where it is not known.
         stop_signal: the signal that has stopped the run, with a checkpoint; 0 where it is complete.
         headline: name of the metric that decides which checkpoint is best.
         num_steps: optimizer steps of the run so far.
@@ -85,7 +83,6 @@ class FitResult:
     metrics: dict[str, float]
     images_per_s: float
     training_s: float
-    noise_scale: float | None = None
     stop_signal: int = 0
     headline: str = "loss"
     num_steps: int = 0
@@ -159,14 +156,9 @@ class Trainer:
         step = self.train_step = replace(
             self.assembly.train_step, model=self.wrap(self.assembly.model)
         )
-        self._probe = build_probe(self.config.NOISE_SCALE, step, self.plan)
-        self._step_start = StepStart(self.assembly, self.world.device, self._probe)
-        own: dict[str, Any] = {
-            "out of memory": self._step_start if self._splits else None,
-            **step.callbacks,
-            "noise scale": self._probe,  # it measures before anything changes the gradients
-        }
-        step.callbacks = {key: each for key, each in own.items() if each} | self.callbacks
+        self._step_start = StepStart(self.assembly, self.world.device)
+        before = {"out of memory": self._step_start} if self._splits else {}
+        step.callbacks = {**before, **step.callbacks, **self.callbacks}
 
     def resume(self, entries: Mapping[str, Any], seed: int) -> None:
         """Continue where a checkpoint was written; its state has been loaded before.
@@ -178,8 +170,6 @@ class Trainer:
         headline = self.assembly.headline
         self.progress = resumed_progress(entries, headline, self.config.EARLY_STOPPING)
         self._saved_step = self.progress.step
-        if self._probe is not None and entries["noise_scale"] is not None:
-            self._probe.scale.load_state_dict(entries["noise_scale"])
         restore_generators(entries, self.world, seed)
         self._meter.load_states(entries["train_loss"])
         before, now = entries["config"], self.checkpoint_extras["config"]
@@ -244,7 +234,6 @@ class Trainer:
             self.progress.metrics,
             self._num_images / self._seconds if self._seconds else 0.0,
             self.progress.seconds,
-            noise_scale=self._noise_scale,
             stop_signal=self.stop.stop_signal,
             headline=self.assembly.headline,
             num_steps=self.progress.step,
@@ -344,10 +333,6 @@ class Trainer:
     @property
     def _is_over(self) -> bool:
         return self._is_trained or bool(self._stop_reason)
-
-    @property
-    def _noise_scale(self) -> float | None:
-        return None if self._probe is None else self._probe.scale.value
 
     @property
     def _splits(self) -> bool:
@@ -535,8 +520,6 @@ class Trainer:
         values = {"loss": self._meter.drain(), "lr": lr}
         if self.plan.changes:
             values["effective_batch"] = stage.effective_batch_size
-        if self._noise_scale is not None:
-            values["noise_scale"] = self._noise_scale
         self.progress_bar.describe(values)
         if (norm := self.train_step.grad_norm) is not None:
             values["grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -748,7 +731,7 @@ class Trainer:
     def _content(self, rank_states: list[tuple[Any, Any, Any]]) -> dict[str, Any]:
         """The entries of a checkpoint; `rank_states` has the `_rank_state` of each rank, or of this alone."""
         generators, losses, callbacks = zip(*rank_states, strict=True)
-        probe, limit = self._probe, self._micro_batch_limit
+        limit = self._micro_batch_limit
         limited = {"plan": self.plan.as_dict(), "micro_batch_limit": limit} if limit else {}
         return {
             "progress": vars(self.progress).copy(),
@@ -758,7 +741,6 @@ class Trainer:
             "callbacks": list(callbacks),
             "headline": self.assembly.headline,
             "optimized": self.assembly.optimized,
-            "noise_scale": None if probe is None else probe.scale.state_dict(),
             "schedule": self.schedule.state_dict(),
             "run": self.recording.run_id,
             **self.checkpoint_extras,
