@@ -3,7 +3,7 @@
 Readable files are remembered by path, size, time of modification and use.
 """
 
-# ruff: noqa: PTH109, PTH116, PTH118 (hot paths)
+# ruff: noqa: PTH109, PTH116 (hot paths)
 from __future__ import annotations
 
 import hashlib
