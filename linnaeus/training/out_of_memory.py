@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -233,20 +232,6 @@ def memory_sentence(
     return f"{held}. {outside}: {_gib(max(outside_bytes, 0))} GiB"
 
 
-def save_memory_snapshot(world: World, logs: Path | None) -> str:
-    """Write torch's memory snapshot on CUDA; return a sentence that names it, or nothing without one."""
-    if logs is None or world.device.type != "cuda":
-        return ""
-    path = logs / f"memory_snapshot_rank{world.rank}.pickle"
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-        # No public function writes the format of the viewer.
-        torch.cuda.memory._dump_snapshot(str(path))
-    except (OSError, RuntimeError, MemoryError):
-        return ""
-    return f"Memory snapshot for https://docs.pytorch.org/memory_viz: {path}"
-
-
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}"
 
@@ -301,14 +286,12 @@ class OutOfMemoryReport:
     Attributes:
         config: the TRAIN node.
         origins: where the batch sizes come from, for `train` and `val`.
-        logs: takes torch's memory snapshot; None writes none.
     """
 
     config: TrainConfig
     assembly: Assembly
     world: World
     origins: Mapping[str, SizeOrigin] = field(default_factory=dict)
-    logs: Path | None = None
 
     def of_step(
         self, text: str, stage: Stage, *, is_updating: bool, smallest: int
@@ -365,7 +348,6 @@ class OutOfMemoryReport:
             "" if origin is None else origin.sentence,
             what_held_memory(self.assembly, self.world.device),
             obstacle,
-            save_memory_snapshot(self.world, self.logs),
             f"What helps: {'; '.join(remedies)}",
         )
         return OutOfMemoryError(".\n".join(filter(None, lines)))

@@ -31,7 +31,6 @@ from linnaeus.metrics import score
 from linnaeus.runtime.console import ProgressBar
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import CheckpointError, ConfigError, LinnaeusError, first_line
-from linnaeus.runtime.files import LOGS
 from linnaeus.training.accuracy import LossMeter
 from linnaeus.training.build import Assembly
 from linnaeus.training.callbacks import (
@@ -145,11 +144,7 @@ class Trainer:
         )
         self._memory = failed_allocations(self.world.device)
         self._out_of_memory = OutOfMemoryReport(
-            self.config,
-            self.assembly,
-            self.world,
-            self.size_origins,
-            self.checkpoints.folder.parent / LOGS,
+            self.config, self.assembly, self.world, self.size_origins
         )
         self._meter = LossMeter(self.world, self.assembly.scaler)
         broadcast_tensors(self.assembly.criterion, self.world)
@@ -381,7 +376,6 @@ class Trainer:
         Raises:
             LinnaeusError: as `fit`.
         """
-        self._out_of_memory.logs = None
         with self._errors_explained(), self.progress_bar:
             batches, stages = self._start_epoch()
             self.train_step.state = self._callback_state(self.progress.epoch + 1)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import pickle
 
 import pytest
-import torch
 
 from linnaeus.training.watch import Speed, TimedBatches, loader_advice
 from tests.helpers.runs import assert_same_bits, weights
@@ -79,20 +77,3 @@ def test_a_profile_has_the_steps_asked_for(run, tmp_path) -> None:
     assert (tmp_path / "runs/short/logs/profile.json.gz").exists(), (
         "the run ends before the last one"
     )
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("more", [(), ("--dry-run",)])
-def test_out_of_memory_on_cuda_leaves_a_snapshot(run, tmp_path, more: tuple[str, ...]) -> None:
-    size = ("DATA.DATASET.NAME=synthetic", "DATA.IMG_SIZE=64", "DATA.BATCH_SIZE=512")
-    model = ("MODEL.NAME=resnet10t", "EXPERIMENT.NAME=plain", "EXPERIMENT.DEVICE=cuda")
-    torch.cuda.set_per_process_memory_fraction(0.002)
-    try:
-        assert run(*size, *model, "DATA.DATASET.NUM_SAMPLES=512", *more).code == 3
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    path = tmp_path / "runs/plain/logs/memory_snapshot_rank0.pickle"
-    assert path.exists() == (not more)
-    if not more:
-        assert pickle.loads(path.read_bytes())["segments"]
