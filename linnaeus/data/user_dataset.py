@@ -91,6 +91,8 @@ class UserDataset(Dataset[Any]):
         if self.transform is not None and isinstance(inputs, Image):
             with _naming_errors(f"{self.name}: image of sample {index}"):
                 inputs = self.transform(to_tensor(inputs, self.channels, self.decoding))
+        if type(target) is int and target in self._targets:  # the usual one, first
+            return inputs, self._targets[target]
         if self.taxonomy is None:
             return inputs, target
         label = None if self.taxonomy.is_multilabel else _plain_label(target)
@@ -107,8 +109,6 @@ class UserDataset(Dataset[Any]):
 
 def _plain_label(target: Any) -> int | tuple[int, ...] | None:
     """A target as Python's own whole numbers; None where it is anything else."""
-    if type(target) is int:
-        return target
     value = target.tolist() if hasattr(target, "tolist") else target
     if isinstance(value, list | tuple) and all(type(each) is int for each in value):
         return tuple(value)
