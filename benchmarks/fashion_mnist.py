@@ -58,7 +58,6 @@ def scaled(folder: Path, size: int, rule: str) -> list[str]:
         f"TRAIN.EFFECTIVE_BATCH_SIZE={size}",
         f"OPTIMIZER.LR_SCALING={rule}",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE=128",
-        "TRAIN.NOISE_SCALE.ENABLED=True",
         "TRAIN.VALIDATE_EVERY=5",
     )
     return ours(folder, f"{rule}_{size}", 0, *changes)

@@ -6,7 +6,8 @@
 Both train the same MLP on the same tensors in memory with the same optimizer. The plain loop has torch's own
 DataLoader and, with several ranks, DistributedDataParallel. They take turns of a few steps each, so that the
 load of the machine affects both alike. The result is the ratio of their shortest turns and the median ratio
-of a pair of turns, for each width of the MLP, with one micro-batch a step and with eight.
+of a pair of turns, for each width of the MLP, with one micro-batch a step and with eight. On a machine that
+others use, `--cpu-time` counts seconds of this process's threads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -84,7 +85,9 @@ def main() -> None:
     parser.add_argument("--turn-ms", type=int, default=150, help="length of a turn, roughly")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, choices=WIDTHS)
     parser.add_argument("--accumulation", type=int, nargs="+", default=(1, 8))
+    parser.add_argument("--cpu-time", action="store_true", help="of this process, not of the clock")
     arguments = parser.parse_args()
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
     torch.set_flush_denormal(True)  # the model memorizes its samples, and gradients vanish
     config = load_config([]).config
     with running(config.EXPERIMENT, config.DIST, is_deterministic=False) as context:
@@ -98,10 +101,17 @@ def main() -> None:
             for width in arguments.widths:
                 step_ms = WIDTHS[width] * accumulation
                 num_steps = max(round(arguments.turn_ms / step_ms), 1)
-                compare(width, accumulation, num_steps, arguments.turns, context.world)
+                compare(width, accumulation, num_steps, arguments.turns, context.world, clock)
 
 
-def compare(width: int, accumulation: int, num_steps: int, num_turns: int, world: World) -> None:
+def compare(
+    width: int,
+    accumulation: int,
+    num_steps: int,
+    num_turns: int,
+    world: World,
+    clock: Callable[[], float],
+) -> None:
     """Print how long a step takes in both loops."""
     length = num_steps * accumulation * BATCH_SIZE * world.world_size
     config = load_config(
@@ -118,7 +128,9 @@ def compare(width: int, accumulation: int, num_steps: int, num_turns: int, world
         ]
     ).config
     ours, plain = our_turns(config, world), plain_turns(config, world)
-    pairs = [(timed(ours), timed(plain)) for _ in range(num_turns + 1)][1:]  # the first warms up
+    for turns in (ours, plain):  # the first one warms up
+        next(turns)
+    pairs = [(timed(ours, clock), timed(plain, clock)) for _ in range(num_turns)]
     shortest = [1000 * min(column) / num_steps for column in zip(*pairs, strict=True)]
     median = statistics.median(ours / plain for ours, plain in pairs)
     if world.is_main:
@@ -129,10 +141,10 @@ def compare(width: int, accumulation: int, num_steps: int, num_turns: int, world
         )
 
 
-def timed(turns: Iterator[None]) -> float:
-    started = time.perf_counter()
+def timed(turns: Iterator[None], clock: Callable[[], float]) -> float:
+    started = clock()
     next(turns)
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def our_turns(config: Config, world: World) -> Iterator[None]:

@@ -122,8 +122,8 @@ MUTANTS = (
     Mutant(
         "micro-batches add up in place of being averaged",
         "training/step.py",
-        "loss = self.criterion(self.model(inputs), targets) / divisor",
-        "loss = self.criterion(self.model(inputs), targets)",
+        "loss = loss / divisor",
+        "pass",
         "tests/training/test_step.py",
     ),
     Mutant(
@@ -136,8 +136,8 @@ MUTANTS = (
     Mutant(
         "scaled gradients are clipped",
         "training/step.py",
-        "            self.scaler.unscale_(self.optimizer)\n",
-        "",
+        "is not None:\n            self.scaler.unscale_(self.optimizer)\n",
+        "is not None:\n",
         "tests/training/test_step.py",
     ),
     Mutant(

@@ -76,8 +76,6 @@ def test_two_ranks_unfreeze_and_resume_at_the_boundary(torchrun: Run, tmp_path: 
         *FROZEN,
         "DATA.BATCH_SIZE=24",
         "TRAIN.EPOCHS=2",
-        "TRAIN.NOISE_SCALE.ENABLED=True",
-        "TRAIN.NOISE_SCALE.EVERY=1",
     )
     outcome = torchrun(2, *options, "EXPERIMENT.NAME=whole")
     assert outcome.code == 0, outcome.err

@@ -31,8 +31,6 @@ tracker = start_tracking(
     run_id="abc123", folder=Path(), config={"DATA": {"BATCH_SIZE": 64}},
 )
 for mode in ("train", "val"):
-    tracker.table(f"autobatch/{mode}_trials", ["batch_size", "status", "peak_bytes"],
-                  [[64, "fits", 2**33], [128, "oom", None]])
     tracker.summarise({f"autobatch/{mode}_batch_size": 64})
 tracker.log({"train/loss": 1.5}, step=1)
 tracker.log({"val/loss": 1.25}, step=1)
@@ -115,14 +113,13 @@ def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) 
     tracker = start_tracking(ExperimentConfig(), run_id="a", folder=tmp_path / "a", config={})
     assert type(tracker) is Tracker
     tracker.log({"loss": 1.0}, step=1)
-    tracker.table("trials", ["size"], [[1]])
     tracker.summarise({"a": 1})
     tracker.finish(0)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.e2e
-def test_a_run_without_a_key_is_recorded_offline_with_metrics_tables_and_summary(
+def test_a_run_without_a_key_is_recorded_offline_with_metrics_and_summary(
     tmp_path: Path,
 ) -> None:
     folder, outcome = tmp_path, record(tmp_path)
@@ -145,17 +142,7 @@ def test_a_run_without_a_key_is_recorded_offline_with_metrics_tables_and_summary
         row["_step"]: {name: row[name] for name in ("train/loss", "val/loss") if name in row}
         for row in history
     }
-    assert metrics == {0: {}, 1: {"train/loss": 1.5, "val/loss": 1.25}, 2: {"train/loss": 1.0}}
-    assert {artifact.type for artifact in of_kind(run, "artifact")} == {"run_table"}
-    paths = [entry.path for listed in of_kind(run, "files") for entry in listed.files]
-    tables = sorted(path for path in paths if path.endswith(".table.json"))
-    assert [Path(path).name.partition("_trials")[0] for path in tables] == ["train", "val"]
-    for path in tables:
-        [file] = (folder / "logs/wandb").glob(f"offline-run-*/files/{path}")
-        assert json.loads(file.read_text()) == {
-            "columns": ["batch_size", "status", "peak_bytes"],
-            "data": [[64, "fits", 2**33], [128, "oom", None]],
-        }
+    assert metrics == {1: {"train/loss": 1.5, "val/loss": 1.25}, 2: {"train/loss": 1.0}}
     summary: dict[str, Any] = {}
     for entry in of_kind(run, "summary"):
         summary |= items(entry.update)

@@ -34,6 +34,8 @@ def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
     Containers keep their types and attributes, such as the `_metadata` of a module's state dict. A container
     that cannot be rebuilt becomes a dict or a list.
     """
+    if isinstance(nest, Tensor):  # asked first: most nests are one
+        return function(nest)
     if isinstance(nest, Mapping):
         mapped = {name: map_leaves(function, value) for name, value in nest.items()}
         with contextlib.suppress(TypeError):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
+from operator import itemgetter
 from typing import Any
 
 from linnaeus.batch_plan.advice import plan_advice
@@ -176,12 +177,25 @@ class BatchPlan:
         """
         if epoch >= self.num_epochs:
             return float(self.total_steps)
-        steps = float(sum(self.steps_per_epoch[:epoch]))
-        for stage in self.epochs[epoch]:
-            in_stage = min(samples_done, stage.num_steps * stage.effective_batch_size)
-            steps += in_stage / stage.effective_batch_size
-            samples_done -= in_stage
-        return steps
+        starts = self._starts[epoch]
+        row = bisect.bisect_right(starts, samples_done, key=itemgetter(0)) - 1
+        samples, steps, stage = starts[row]
+        return steps + min(
+            (samples_done - samples) / stage.effective_batch_size, float(stage.num_steps)
+        )
+
+    @cached_property
+    def _starts(self) -> list[list[tuple[int, int, Stage]]]:
+        """The stages of each epoch, with the epoch's samples and the run's optimizer steps before each."""
+        starts, steps = [], 0
+        for stages in self.epochs:
+            rows, samples = [], 0
+            for stage in stages:
+                rows.append((samples, steps, stage))
+                samples += stage.num_steps * stage.effective_batch_size
+                steps += stage.num_steps
+            starts.append(rows)
+        return starts
 
     def micro_batches(self, epoch: int, samples_done: int = 0) -> Iterator[int]:
         """The size of each remaining micro-batch of an epoch; arguments as for `rest_of_epoch`."""

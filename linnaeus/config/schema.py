@@ -836,17 +836,6 @@ class BatchScheduleConfig:
 
 
 @dataclass
-class NoiseScaleConfig:
-    """The gradient noise scale: the effective batch size beyond which more samples per step gain little."""
-
-    ENABLED: bool = key(False, "measure it, over several micro-batches per step or several ranks")
-    EVERY: int = key(10, "optimizer steps from one measurement to the next", ge=1)
-    DECAY: float = key(
-        0.98, "fraction of the running averages kept at each measurement", ge=0, lt=1
-    )
-
-
-@dataclass
 class EarlyStoppingConfig:
     """The end of a run whose validation no longer improves."""
 
@@ -902,7 +891,6 @@ class TrainConfig:
     BATCH_SCHEDULE: BatchScheduleConfig = key(
         BatchScheduleConfig, "effective batch size that changes"
     )
-    NOISE_SCALE: NoiseScaleConfig = key(NoiseScaleConfig, "gradient noise scale")
     AMP: str = key("off", "type of automatic mixed precision", choices=("off", "bf16", "fp16"))
     CLIP_GRAD_NORM: float | None = key(
         1.0, "largest norm of the whole gradient; null does not clip", gt=0

@@ -43,7 +43,7 @@ from linnaeus.data.sharing import reason_against_sharing
 from linnaeus.data.user_dataset import UserDataset
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import DataError
-from linnaeus.runtime.rng import derive_seed, lent_generators, next_numbers, seed_generators
+from linnaeus.runtime.rng import LentGenerators, derive_seed, seed_generators
 from linnaeus.runtime.signals import SIGNALS, blocked
 
 logger = logging.getLogger("linnaeus.data")
@@ -78,8 +78,8 @@ class SeededBatches(Dataset[Any]):
     seed: int
     on_device: DeviceTransform | None = None
     mixed_epochs: int = 0
-    _draws: bool | None = field(default=None, init=False)
-    """Whether samples may draw numbers; None before the first batch."""
+    _draws: bool = field(default=False, init=False)
+    """Whether a sample has drawn a number."""
 
     def __getitems__(self, keys: list[SampleKey]) -> Batch | DataError:
         """The batch of these samples; torch's loader calls this with all keys of a batch at once.
@@ -87,33 +87,25 @@ class SeededBatches(Dataset[Any]):
         A worker returns a `DataError`, as one that it raised would arrive as the text of a traceback.
         """
         if get_worker_info() is None:
-            # The training process uses these generators too. Restoring per batch is cheaper than per sample.
-            with lent_generators():
-                return self._read_here(keys)
+            return self.read(keys)
         try:
             return self._read_seeded(keys)
         except DataError as error:
             return error
 
-    def _read_here(self, keys: list[SampleKey]) -> Batch:
-        if self._draws is False:
-            seed_generators(self.seed)
-            batch = self._collated([self.dataset[key[1]] for key in keys], keys)
-            if next_numbers() == self._first_numbers:
-                return batch
-            self._draws = True
-        batch = self._read_seeded(keys)
-        if self._draws is None:
-            numbers = next_numbers()
-            seed_generators(derive_seed(self.seed, *keys[-1]))
-            self._draws = numbers != next_numbers()
-        return batch
+    def read(self, keys: list[SampleKey]) -> Batch:
+        """The batch of these samples, in the training process, which uses the global generators too."""
+        with self._generators as generators:
+            if not self._draws:
+                batch = self._collated([self.dataset[key[1]] for key in keys], keys)
+                if generators.are_untouched():
+                    return batch
+                self._draws = True
+            return self._read_seeded(keys)
 
     @cached_property
-    def _first_numbers(self) -> tuple[float, float, int]:
-        """The numbers that follow the seed of the run."""
-        seed_generators(self.seed)
-        return next_numbers()
+    def _generators(self) -> LentGenerators:
+        return LentGenerators()
 
     def _read_seeded(self, keys: list[SampleKey]) -> Batch:
         samples = []
@@ -127,7 +119,8 @@ class SeededBatches(Dataset[Any]):
         if self.on_device is None:
             return batch
         mixes = keys[0][0] < self.mixed_epochs
-        return batch._replace(choices=self.on_device.choose(batch, mixes=mixes))
+        choices = self.on_device.choose(batch, mixes=mixes)
+        return batch if choices is None else batch._replace(choices=choices)
 
 
 def with_num_workers(config: DataConfig, data: DataBundle, world: World) -> DataConfig:
@@ -168,7 +161,7 @@ class BatchLoader:
         seed: int,
     ) -> None:
         workers = self.num_workers = config.NUM_WORKERS or 0
-        self._batches = batches
+        self._dataset, self._batches = dataset, batches
         self._device = world.device
         self._closing = multiprocessing.get_context().Event()
         """Tells the worker processes that they may be ended."""
@@ -203,8 +196,12 @@ class BatchLoader:
         """
         if self._loader is None:
             raise RuntimeError("this loader is closed")
-        with blocked():  # a launcher's signal must not end a worker that cannot ignore it yet
-            batches = _Batches(iter(self._loader))
+        batches: Iterator[Batch]
+        if self._loader.num_workers or self._loader.pin_memory:
+            with blocked():  # a launcher's signal must not end a worker that cannot ignore it yet
+                batches = _Batches(iter(self._loader))
+        else:  # torch's loader takes longer than a small batch
+            batches = map(self._dataset.read, self._batches)
         return CopiedAhead(batches, self._device) if self._device.type == "cuda" else batches
 
     def __len__(self) -> int:

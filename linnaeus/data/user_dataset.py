@@ -52,8 +52,8 @@ class UserDataset(Dataset[Any]):
     transform: Transform | None = None
     channels: int = 3
     decoding: Decoding = DEFAULT_DECODING
-    _targets: dict[int, Tensor] = field(default_factory=dict, init=False)
-    """The target [1] of each label met so far that is an int."""
+    _targets: dict[int | tuple[int, ...], Tensor] = field(default_factory=dict, init=False)
+    """The target [L] of each label, or labels of all levels, met so far."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -88,20 +88,31 @@ class UserDataset(Dataset[Any]):
                 "or the dataset must have a `collate_fn` that makes (inputs, targets) of a list of samples"
             )
         inputs, target = item
-        if isinstance(inputs, Image) and self.transform is not None:
+        if self.transform is not None and isinstance(inputs, Image):
             with _naming_errors(f"{self.name}: image of sample {index}"):
                 inputs = self.transform(to_tensor(inputs, self.channels, self.decoding))
-        if self.taxonomy is not None:
-            label = target.item() if isinstance(target, Tensor) and target.ndim == 0 else target
-            if type(label) is int and label in self._targets:
-                return inputs, self._targets[label]
-            where = f"{self.name}: target of sample {index}"
-            if self.taxonomy.is_multilabel:
-                return inputs, _label_set(target, self.taxonomy, where)
-            target = _labels(_row(target, self.taxonomy, where), None, self.taxonomy, where)[0]
-            if type(label) is int:
-                self._targets[label] = target
+        if type(target) is int and target in self._targets:  # the usual one, first
+            return inputs, self._targets[target]
+        if self.taxonomy is None:
+            return inputs, target
+        label = None if self.taxonomy.is_multilabel else _plain_label(target)
+        if label is not None and label in self._targets:
+            return inputs, self._targets[label]
+        where = f"{self.name}: target of sample {index}"
+        if self.taxonomy.is_multilabel:
+            return inputs, _label_set(target, self.taxonomy, where)
+        target = _labels(_row(target, self.taxonomy, where), None, self.taxonomy, where)[0]
+        if label is not None:
+            self._targets[label] = target
         return inputs, target
+
+
+def _plain_label(target: Any) -> int | tuple[int, ...] | None:
+    """A target as Python's own whole numbers; None where it is anything else."""
+    value = target.tolist() if hasattr(target, "tolist") else target
+    if isinstance(value, list | tuple) and all(type(each) is int for each in value):
+        return tuple(value)
+    return value if type(value) is int else None
 
 
 @dataclass(eq=False)

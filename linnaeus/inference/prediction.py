@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -177,21 +178,24 @@ def _best_paths(
     """Labels [B, L] and probabilities [B] of the best paths, found from coarse to fine.
 
     For each class it keeps the log-probability of the best path that ends there. A class of unknown parent
-    may stand below any class. The probabilities of a marginal head are of nested events, a species being part
+    stands below the best one. The probabilities of a marginal head are of nested events, a species being part
     of its genus, so a path's probability is its last class's.
     """
-    total = logs[0]
-    above: list[
-        Tensor
-    ] = []  # for each level after the first, [B, classes]: the label above each class
+    total, above = logs[0], []  # for each level after the first: parents [C], best class above [B]
     for log, row in zip(logs[1:], taxonomy.parents, strict=True):
-        parents = torch.tensor(row, device=log.device)
-        parents = torch.where(parents == UNKNOWN, total.argmax(dim=1, keepdim=True), parents)
-        total = log if are_logs else log + total.gather(1, parents)
-        above.append(parents)
+        best, label = total.max(dim=1)
+        parents = torch.from_numpy(np.fromiter(row, np.int64, len(row))).to(log.device)
+        above.append((parents, label))
+        if are_logs:
+            total = log
+            continue
+        total = total.index_select(1, parents.clamp_min(0))
+        if UNKNOWN in row:
+            total = torch.where(parents == UNKNOWN, best[:, None], total)
+        total = log + total
     value, label = total.max(dim=1)
     labels = [label]
-    for parents in reversed(above):
-        label = parents.gather(1, label[:, None])[:, 0]
+    for parents, best_label in reversed(above):
+        label = torch.where(parents[label] == UNKNOWN, best_label, parents[label])
         labels.insert(0, label)
     return torch.stack(labels, dim=1).tolist(), value.exp().tolist()

@@ -16,6 +16,8 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
+COUNT_S = 0.1
+"""How often a `ProgressBar` counts steps, at most."""
 REFRESHES_PER_S = 2.0
 """How often a `StatusLine` and a `ProgressBar` are drawn, which takes time from training."""
 
@@ -77,13 +79,21 @@ class ProgressBar:
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
         self._bar.add_task(title, total=total, metrics="")
+        self._uncounted, self._last_count = 0, 0.0
 
     def advance(self, num_steps: int) -> None:
         """Count optimizer steps as done."""
-        self._bar.advance(self._bar.task_ids[0], num_steps)
+        self._uncounted += num_steps
+        if time.monotonic() - self._last_count > COUNT_S:
+            self._count()
+
+    def _count(self) -> None:
+        self._bar.advance(self._bar.task_ids[0], self._uncounted)
+        self._uncounted, self._last_count = 0, time.monotonic()
 
     def describe(self, values: Mapping[str, float]) -> None:
         """Show metrics beside the bar, or log them."""
+        self._count()
         [task] = self._bar.tasks
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         self._bar.update(task.id, metrics=text)

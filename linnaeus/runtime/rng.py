@@ -6,8 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -30,39 +29,43 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def next_numbers() -> tuple[float, float, int]:
-    """Draw a number from each generator that `seed_generators` seeds."""
-    np = numpy()
-    return (
-        random.random(),
-        np.random.random_sample() if np else 0.0,
-        int(torch.randint(1 << 62, (), device="cpu")),
-    )
-
-
-@contextmanager
-def lent_generators() -> Iterator[None]:
-    """Context that reads samples: the global generators may be seeded, and are restored at its end.
+class LentGenerators:
+    """Context that reads samples: the global generators are in a fixed state, and are restored at its end.
 
     One thing is lost: the second of two normal numbers that NumPy draws at a time. In exchange NumPy's
     generator is swapped, which is cheap, and not copied. Contexts must not be nested.
     """
-    np, python, torch_state = numpy(), random.getstate(), torch.get_rng_state()
-    bits = np.random.get_bit_generator() if np else None
-    if np:
-        np.random.set_bit_generator(_sample_bits())
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(torch_state)
-        if np:
-            np.random.set_bit_generator(bits)
 
+    def __init__(self) -> None:
+        first = random.Random(0)
+        self._python, self._first_number = first.getstate(), first.random()
+        self._torch = torch.Generator().manual_seed(0).get_state()
+        np = numpy()
+        self._numpy = [np.random.MT19937(0) for _ in range(2)] if np else []
 
-@cache
-def _sample_bits() -> Any:
-    return numpy().random.MT19937(0)
+    def __enter__(self) -> LentGenerators:
+        self._before = random.getstate(), torch.get_rng_state()
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        if self._numpy:
+            np = numpy()
+            self._bits_before = np.random.get_bit_generator()
+            np.random.set_bit_generator(self._numpy[0])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        random.setstate(self._before[0])
+        torch.set_rng_state(self._before[1])
+        if self._numpy:
+            numpy().random.set_bit_generator(self._bits_before)
+
+    def are_untouched(self) -> bool:
+        """Return whether no number was drawn since the context began. Once it is False, it says no more."""
+        return (
+            random.random() == self._first_number
+            and torch.equal(torch.get_rng_state(), self._torch)
+            and len({bits.random_raw() for bits in self._numpy}) < 2  # of one sequence
+        )
 
 
 @contextmanager

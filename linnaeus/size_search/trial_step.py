@@ -14,7 +14,6 @@ from linnaeus.batch_plan.effective_batch import micro_batches_held
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.training.build import Assembly
 from linnaeus.training.ddp import wrap
-from linnaeus.training.noise_scale import GradientProbe
 
 if TYPE_CHECKING:
     from linnaeus.size_search.searches import SizeSearch
@@ -36,11 +35,7 @@ class TrialStep:
     def __init__(self, search: SizeSearch) -> None:
         self.num_micro_batches = micro_batches_held(search.train)
         self._search = search
-        step = self._train_step = dataclasses.replace(search.assembly.train_step)
-        if (noise := search.train.NOISE_SCALE).ENABLED:
-            # It measures each step, as with all ranks: such a step needs more memory than others.
-            probe = GradientProbe(step, decay=noise.DECAY, num_ranks=search.world.world_size)
-            step.callbacks = {**step.callbacks, "noise scale": probe}
+        self._train_step = dataclasses.replace(search.assembly.train_step)
         self._is_wrapped = False
         # No function of its own: the fewer frames lie above the model, the easier is a traceback to read.
         self.step = partial(self._train_step, num_micro_batches=self.num_micro_batches)

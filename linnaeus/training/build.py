@@ -15,7 +15,7 @@ import timm.layers
 import torch
 from torch import nn
 
-from linnaeus.batch_plan.effective_batch import Facts, micro_batches_held
+from linnaeus.batch_plan.effective_batch import Facts
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import DistConfig, TrainConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
@@ -38,7 +38,6 @@ from linnaeus.training.losses import (
     gives_log_probabilities,
     trainable_parameters,
 )
-from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, check_optimizer_name, peak_values
 from linnaeus.training.precision import build_precision
 from linnaeus.training.resume import flat
@@ -54,7 +53,7 @@ def check_before_data(
 
     Raises:
         ConfigError: an unknown model or optimizer, LoRA beside FREEZE or without peft, SyncBatchNorm on the
-            CPU, a noise scale that cannot be measured, or a key that does not go with sharding.
+            CPU, or a key that does not go with sharding.
     """
     check_sharding(sharding, config, world)
     if not is_target(model):
@@ -71,7 +70,6 @@ def check_before_data(
             f"TRAIN.VALIDATE_EVERY: {config.VALIDATE_EVERY} epochs and TRAIN.VALIDATE_EVERY_STEPS "
             f"{config.VALIDATE_EVERY_STEPS}; set one of them"
         )
-    check_noise_scale(config.NOISE_SCALE, world.world_size * micro_batches_held(config))
 
 
 def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:

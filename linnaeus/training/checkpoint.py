@@ -70,7 +70,6 @@ _REQUIRED = (
     "plan",
     "schedule",
     "train_loss",
-    "noise_scale",
     "callbacks",
 )
 """Names that every checkpoint of a run has."""

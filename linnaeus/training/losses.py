@@ -43,14 +43,14 @@ def logits_per_level(outputs: Any, level_names: Sequence[str]) -> tuple[Tensor, 
     """
     if isinstance(outputs, Tensor):
         outputs = (outputs,)
-    if isinstance(outputs, Mapping):
+    elif isinstance(outputs, Mapping):
         missing = [name for name in level_names if name not in outputs]
         if missing:
             raise ConfigError(
                 f"MODEL: its output has no key for level {missing[0]!r}; it has {sorted(outputs)}"
             )
         outputs = tuple(outputs[name] for name in level_names)
-    if not isinstance(outputs, Sequence):
+    elif not isinstance(outputs, Sequence):
         raise ConfigError(
             f"MODEL: it gives a {type(outputs).__name__}; the loss needs a tensor of logits, a sequence of "
             f"them or a mapping from the levels {list(level_names)}"
@@ -244,13 +244,18 @@ class TaxonomicFocalLoss(TaxonomicLoss):
 
     def _sum(self, logits: Tensor, target: Tensor, level: int) -> Tensor:
         log_p = functional.log_softmax(_precise(self.adjusted(logits, level)), dim=1)
-        target = smoothed(_probabilities(target, log_p), self.label_smoothing)
         weights = self.statistic("class_weights", level)
+        if target.is_floating_point() or self.label_smoothing:
+            share = smoothed(_probabilities(target, log_p), self.label_smoothing)
+        else:  # of many classes, the one that counts
+            share, label = (target != UNKNOWN).to(log_p.dtype), target.clamp_min(0)
+            weights = None if weights is None else weights[label]
+            log_p = log_p.gather(1, label[:, None])[:, 0]
         if weights is not None:
-            target = target * weights
+            share = share * weights
         # A power below 1 has no finite gradient at 0.
         rest = (-torch.expm1(log_p)).clamp_min(torch.finfo(log_p.dtype).eps)
-        return -(target * rest**self.gamma * log_p).sum()
+        return -(share * rest**self.gamma * log_p).sum()
 
 
 class MultilabelBinaryCrossEntropy(TaxonomicLoss):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import CheckpointError, ConfigError, OutOfMemoryError, first_line
 from linnaeus.training.build import Assembly
 from linnaeus.training.callbacks import CallbackState
-from linnaeus.training.noise_scale import GradientProbe
 
 _KEY = "TRAIN.ON_OUT_OF_MEMORY"
 _NAMES = {"average": "EMA", "optimizer_state": "optimizer"}
@@ -79,22 +77,18 @@ def _new_bytes(tensors: Iterable[Tensor | None], device: torch.device, seen: set
 class StepStart:
     """Callback that copies what forward, backward and clipping change, before each optimizer step.
 
-    That is the buffers, the random number generators and the noise scale. There are no gradients before a
-    step; parameters, optimizer, loss scale and average change in the update, which cannot be undone.
+    That is the buffers and the random number generators. There are no gradients before a step; parameters,
+    optimizer, loss scale and average change in the update, which cannot be undone.
 
     Args:
         assembly: the model and what belongs to it.
         device: of training.
-        probe: of the training step; None without one.
     """
 
-    def __init__(
-        self, assembly: Assembly, device: torch.device, probe: GradientProbe | None
-    ) -> None:
-        self._assembly, self._device, self._probe = assembly, device, probe
+    def __init__(self, assembly: Assembly, device: torch.device) -> None:
+        self._assembly, self._device = assembly, device
         self._buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self._rng: dict[str, Any] = {}
-        self._noise_scale: dict[str, Any] = {}
 
     @torch.no_grad()
     def on_step_start(self, state: CallbackState) -> None:
@@ -108,8 +102,6 @@ class StepStart:
             if buffer is not None
         ]
         self._rng = rng_state(self._device)
-        if self._probe is not None:
-            self._noise_scale = self._probe.scale.state_dict()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -118,8 +110,6 @@ class StepStart:
         if self._assembly.scaler.is_enabled():
             # The step may have noted that its gradients are unscaled; only `update` would forget it.
             self._assembly.scaler._per_optimizer_states.clear()
-        if self._probe is not None:
-            self._probe.scale.load_state_dict(self._noise_scale)
         for registry, name, buffer, copy in self._buffers:
             buffer.copy_(copy)
             registry[name] = buffer  # a step may have put another tensor there
@@ -242,20 +232,6 @@ def memory_sentence(
     return f"{held}. {outside}: {_gib(max(outside_bytes, 0))} GiB"
 
 
-def save_memory_snapshot(world: World, logs: Path | None) -> str:
-    """Write torch's memory snapshot on CUDA; return a sentence that names it, or nothing without one."""
-    if logs is None or world.device.type != "cuda":
-        return ""
-    path = logs / f"memory_snapshot_rank{world.rank}.pickle"
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-        # No public function writes the format of the viewer.
-        torch.cuda.memory._dump_snapshot(str(path))
-    except (OSError, RuntimeError, MemoryError):
-        return ""
-    return f"Memory snapshot for https://docs.pytorch.org/memory_viz: {path}"
-
-
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}"
 
@@ -310,14 +286,12 @@ class OutOfMemoryReport:
     Attributes:
         config: the TRAIN node.
         origins: where the batch sizes come from, for `train` and `val`.
-        logs: takes torch's memory snapshot; None writes none.
     """
 
     config: TrainConfig
     assembly: Assembly
     world: World
     origins: Mapping[str, SizeOrigin] = field(default_factory=dict)
-    logs: Path | None = None
 
     def of_step(
         self, text: str, stage: Stage, *, is_updating: bool, smallest: int
@@ -374,7 +348,6 @@ class OutOfMemoryReport:
             "" if origin is None else origin.sentence,
             what_held_memory(self.assembly, self.world.device),
             obstacle,
-            save_memory_snapshot(self.world, self.logs),
             f"What helps: {'; '.join(remedies)}",
         )
         return OutOfMemoryError(".\n".join(filter(None, lines)))

@@ -40,7 +40,8 @@ class Precision:
 
     def place(self, batch: Batch) -> tuple[Any, Any]:
         """Inputs and targets of a batch, on the device and in the model's memory format."""
-        batch = to_device(batch, self.device, non_blocking=True)
+        if self.device.type != "cpu":
+            batch = to_device(batch, self.device, non_blocking=True)
         inputs, targets = self.transform(batch)
         if self.channels_last:
             inputs = nest.map_leaves(

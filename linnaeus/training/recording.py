@@ -131,14 +131,9 @@ class RunRecording(Recording):
             logger.warning("warning: %s is not drawn: %s", sheet, error)
 
     def _save_searches(self) -> None:
-        """Send the searches to the loggers and write `autobatch.json`; nothing where there were none."""
-        results, columns = (
-            self.extras["autobatch"],
-            ("batch_size", "status", "peak_bytes", "seconds"),
-        )
+        """Send the sizes found to the loggers and write `autobatch.json`; nothing where there were none."""
+        results = self.extras["autobatch"]
         for mode, result in results.items():
-            rows = [[trial[name] for name in columns] for trial in result["trials"]]
-            self._tracker.table(f"autobatch/{mode}_trials", columns, rows)
             self._tracker.summarise({f"autobatch/{mode}_batch_size": result["batch_size"]})
         if results:
             content = {mode: results.get(mode) for mode in get_args(Mode)}
@@ -160,7 +155,7 @@ class RunRecording(Recording):
             plan: with smaller micro-batches than `self.plan` where memory ran out.
         """
         path, data = self.folder.path, self.config.DATA
-        report_result(result, plan, self.config.TRAIN, data.BATCH_SIZE_VAL, path, self._tracker)
+        report_result(result, plan, data.BATCH_SIZE_VAL, path, self._tracker)
         if result.stop_signal:
             self.folder.end(128 + result.stop_signal, stopped_reason(path, result.stop_signal))
         elif self.folder.claim is not None:

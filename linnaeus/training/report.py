@@ -103,17 +103,11 @@ def report_plan(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode) -
 
 
 def report_result(
-    result: FitResult,
-    plan: BatchPlan,
-    train: TrainConfig,
-    batch_size_val: int,
-    folder: Path,
-    tracker: Tracker,
+    result: FitResult, plan: BatchPlan, batch_size_val: int, folder: Path, tracker: Tracker
 ) -> None:
-    """Log the result of a run and send it to the tracker; `train` is the TRAIN node."""
-    noise = {} if result.noise_scale is None else {"noise_scale": result.noise_scale}
+    """Log the result of a run and send it to the tracker."""
     test = {f"test/{name}": value for name, value in (result.test or {}).items()}
-    tracker.summarise({**result.metrics, **test, "images_per_s": result.images_per_s, **noise})
+    tracker.summarise({**result.metrics, **test, "images_per_s": result.images_per_s})
     if result.stop_signal:
         name = signal.Signals(result.stop_signal).name
         logger.info(
@@ -134,16 +128,6 @@ def report_result(
         logger.info("test split, with checkpoints/best.pt:  %s", shown)
     if result.images_per_s:
         logger.info("training speed: %.0f images/s", result.images_per_s)
-    if result.noise_scale is not None:
-        logger.info(
-            "gradient noise scale: below about %.0f samples per step, doubling the batch almost halves the "
-            "steps needed; above, it mostly wastes samples (early values understate later ones)",
-            result.noise_scale,
-        )
-    elif train.NOISE_SCALE.ENABLED:
-        logger.info(
-            "gradient noise scale: not known yet, noise still hides the gradient; train longer"
-        )
     logger.info("files: %s", folder.resolve())
 
 

@@ -36,7 +36,6 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
     refused = {
         "TRAIN.COMPILE True": (train.COMPILE, "False"),
         "TRAIN.CHANNELS_LAST True": (train.CHANNELS_LAST, "False"),
-        "TRAIN.NOISE_SCALE.ENABLED True": (train.NOISE_SCALE.ENABLED, "False"),
         f"TRAIN.UNFREEZE_EPOCH {train.UNFREEZE_EPOCH}": (train.UNFREEZE_EPOCH is not None, "null"),
         "TRAIN.ON_OUT_OF_MEMORY split": (train.ON_OUT_OF_MEMORY == "split", "raise"),
         f"{world.local_world_size} ranks on some nodes only": (

@@ -44,8 +44,6 @@ class TrainStep:
         state: their argument; the trainer sets it before each step.
         measures_norm: whether to measure the norm of the gradient where it is not clipped.
         grad_norm: norm of the whole gradient of the last step, before clipping; None where not measured.
-        averages_gradients: whether the last backward pass averages the gradients over the ranks; a callback
-            that does so itself sets it to False in `on_step_start`.
         is_updating: whether parameters, optimizer, loss scale or average are changing. After a step that
             failed it says whether they may have changed.
     """
@@ -61,7 +59,6 @@ class TrainStep:
     state: CallbackState | None = None
     measures_norm: bool = field(default=False, init=False)
     grad_norm: Tensor | None = field(default=None, init=False)
-    averages_gradients: bool = field(default=True, init=False)
     is_updating: bool = field(default=False, init=False)
 
     def __call__(
@@ -85,10 +82,11 @@ class TrainStep:
         total: Tensor | None = None
         for number in range(1, num_micro_batches + 1):
             is_last = number == num_micro_batches
-            with nullcontext() if is_last and self.averages_gradients else self._no_sync():
+            with nullcontext() if is_last else self._no_sync():
                 batch = next(batches)
-                size = batch_size(batch)
-                divisor = num_micro_batches if num_samples is None else num_samples / size
+                divisor: float = num_micro_batches
+                if num_samples is not None:
+                    divisor = num_samples / batch_size(batch)
                 inputs, targets = self.precision.place(batch)
                 with self.precision.autocast():
                     outputs = self.model(inputs)
@@ -99,7 +97,9 @@ class TrainStep:
                 if divisor != 1:
                     loss = loss / divisor
                 self.scaler.scale(loss).backward()
-                self._call_back("on_backward", MicroBatch(number, num_micro_batches, size, divisor))
+                if self.callbacks:
+                    place = MicroBatch(number, num_micro_batches, batch_size(batch), divisor)
+                    self._call_back("on_backward", place)
                 part = loss.detach().float()
                 total = part if total is None else total + part
                 del batch, inputs, targets, loss  # freed before the next batch is made

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -37,10 +37,6 @@ class Tracker:
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Metrics at an optimizer step."""
         self._each(lambda logger: logger.log(values, step=step))
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table of values."""
-        self._each(lambda logger: logger.table(name, columns, rows))
 
     def summarise(self, values: Mapping[str, Any]) -> None:
         """The run's final metrics."""
@@ -81,13 +77,6 @@ class _WandbTracker(Tracker):
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         self._run.log(dict(values), step=step)
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        import wandb
-
-        table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-        # It goes with the next metrics; by itself it would use up a step that metrics then cannot have.
-        self._run.log({name: table}, commit=False)
 
     def summarise(self, values: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(values))

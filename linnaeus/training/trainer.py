@@ -31,7 +31,6 @@ from linnaeus.metrics import score
 from linnaeus.runtime.console import ProgressBar
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import CheckpointError, ConfigError, LinnaeusError, first_line
-from linnaeus.runtime.files import LOGS
 from linnaeus.training.accuracy import LossMeter
 from linnaeus.training.build import Assembly
 from linnaeus.training.callbacks import (
@@ -42,7 +41,6 @@ from linnaeus.training.callbacks import (
 )
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.ddp import broadcast_tensors, distribute_batchnorm
-from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.out_of_memory import (
     OutOfMemoryReport,
     SizeOrigin,
@@ -73,7 +71,6 @@ class FitResult:
         best_metrics: the best value of each metric over all validations.
         images_per_s: training samples per second over all ranks, since this process started training.
         training_s: seconds of training without validation, including those before the run was resumed.
-        noise_scale: the gradient noise scale in samples; None where it is not known.
         stop_signal: the signal that has stopped the run, with a checkpoint; 0 where it is complete.
         headline: name of the metric that decides which checkpoint is best.
         num_steps: optimizer steps of the run so far.
@@ -85,7 +82,6 @@ class FitResult:
     metrics: dict[str, float]
     images_per_s: float
     training_s: float
-    noise_scale: float | None = None
     stop_signal: int = 0
     headline: str = "loss"
     num_steps: int = 0
@@ -140,7 +136,7 @@ class Trainer:
         self._num_images = 0
         self._line_speed, self._epoch_speed = Speed(), Speed()
         self._advises_loader = True
-        self._seconds = 0.0
+        self._seconds = self._waited_s = 0.0
         self._clock = time.monotonic()
         self._saved_step = 0
         self._micro_batch_limit: int | None = (
@@ -148,25 +144,16 @@ class Trainer:
         )
         self._memory = failed_allocations(self.world.device)
         self._out_of_memory = OutOfMemoryReport(
-            self.config,
-            self.assembly,
-            self.world,
-            self.size_origins,
-            self.checkpoints.folder.parent / LOGS,
+            self.config, self.assembly, self.world, self.size_origins
         )
         self._meter = LossMeter(self.world, self.assembly.scaler)
         broadcast_tensors(self.assembly.criterion, self.world)
         step = self.train_step = replace(
             self.assembly.train_step, model=self.wrap(self.assembly.model)
         )
-        self._probe = build_probe(self.config.NOISE_SCALE, step, self.plan)
-        self._step_start = StepStart(self.assembly, self.world.device, self._probe)
-        own: dict[str, Any] = {
-            "out of memory": self._step_start if self._splits else None,
-            **step.callbacks,
-            "noise scale": self._probe,  # it measures before anything changes the gradients
-        }
-        step.callbacks = {key: each for key, each in own.items() if each} | self.callbacks
+        self._step_start = StepStart(self.assembly, self.world.device)
+        before = {"out of memory": self._step_start} if self._splits else {}
+        step.callbacks = {**before, **step.callbacks, **self.callbacks}
 
     def resume(self, entries: Mapping[str, Any], seed: int) -> None:
         """Continue where a checkpoint was written; its state has been loaded before.
@@ -178,8 +165,6 @@ class Trainer:
         headline = self.assembly.headline
         self.progress = resumed_progress(entries, headline, self.config.EARLY_STOPPING)
         self._saved_step = self.progress.step
-        if self._probe is not None and entries["noise_scale"] is not None:
-            self._probe.scale.load_state_dict(entries["noise_scale"])
         restore_generators(entries, self.world, seed)
         self._meter.load_states(entries["train_loss"])
         before, now = entries["config"], self.checkpoint_extras["config"]
@@ -244,7 +229,6 @@ class Trainer:
             self.progress.metrics,
             self._num_images / self._seconds if self._seconds else 0.0,
             self.progress.seconds,
-            noise_scale=self._noise_scale,
             stop_signal=self.stop.stop_signal,
             headline=self.assembly.headline,
             num_steps=self.progress.step,
@@ -346,10 +330,6 @@ class Trainer:
         return self._is_trained or bool(self._stop_reason)
 
     @property
-    def _noise_scale(self) -> float | None:
-        return None if self._probe is None else self._probe.scale.value
-
-    @property
     def _splits(self) -> bool:
         return self.config.ON_OUT_OF_MEMORY == "split"
 
@@ -396,7 +376,6 @@ class Trainer:
         Raises:
             LinnaeusError: as `fit`.
         """
-        self._out_of_memory.logs = None
         with self._errors_explained(), self.progress_bar:
             batches, stages = self._start_epoch()
             self.train_step.state = self._callback_state(self.progress.epoch + 1)
@@ -450,8 +429,7 @@ class Trainer:
         return batches, [*islice(steps, most)][::-1]
 
     def _add_wait(self, seconds: float) -> None:
-        self._line_speed.add_wait(seconds)
-        self._epoch_speed.add_wait(seconds)
+        self._waited_s += seconds
 
     def _count_step(self, stage: Stage, loss: torch.Tensor) -> None:
         """Count a completed step. The first one opens the run's files."""
@@ -539,18 +517,16 @@ class Trainer:
         values = {"loss": self._meter.drain(), "lr": lr}
         if self.plan.changes:
             values["effective_batch"] = stage.effective_batch_size
-        if self._noise_scale is not None:
-            values["noise_scale"] = self._noise_scale
         self.progress_bar.describe(values)
         if (norm := self.train_step.grad_norm) is not None:
             values["grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        values |= self._line_speed.read(self._seconds, self._num_images)
+        values |= self._line_speed.read(self._seconds, self._waited_s, self._num_images)
         values["peak_memory_gib"] = peak_memory_gib(self.world.device)
         self._write("train", self.progress.epoch + 1, values)
 
     def _advise_on_loader(self) -> None:
         """Say once that an epoch has waited for data for much of its time."""
-        speed = self._epoch_speed.read(self._seconds, self._num_images)
+        speed = self._epoch_speed.read(self._seconds, self._waited_s, self._num_images)
         advice = loader_advice(speed, self.loaders.train.num_workers)
         if advice is not None and self._advises_loader:
             self._advises_loader = False
@@ -752,7 +728,7 @@ class Trainer:
     def _content(self, rank_states: list[tuple[Any, Any, Any]]) -> dict[str, Any]:
         """The entries of a checkpoint; `rank_states` has the `_rank_state` of each rank, or of this alone."""
         generators, losses, callbacks = zip(*rank_states, strict=True)
-        probe, limit = self._probe, self._micro_batch_limit
+        limit = self._micro_batch_limit
         limited = {"plan": self.plan.as_dict(), "micro_batch_limit": limit} if limit else {}
         return {
             "progress": vars(self.progress).copy(),
@@ -762,7 +738,6 @@ class Trainer:
             "callbacks": list(callbacks),
             "headline": self.assembly.headline,
             "optimized": self.assembly.optimized,
-            "noise_scale": None if probe is None else probe.scale.state_dict(),
             "schedule": self.schedule.state_dict(),
             "run": self.recording.run_id,
             **self.checkpoint_extras,

@@ -41,25 +41,21 @@ class TimedBatches(Iterator[Batch]):
 
 
 class Speed:
-    """Seconds and samples since the last reading.
-
-    Attributes:
-        waited_s: seconds spent waiting for data; `add_wait` adds to them.
-    """
+    """Seconds and samples since the last reading."""
 
     def __init__(self) -> None:
-        self.waited_s = 0.0
-        self._seconds, self._samples = 0.0, 0
+        self._last = (0.0, 0.0, 0)
 
-    def add_wait(self, seconds: float) -> None:
-        """Add the time that a batch took."""
-        self.waited_s += seconds
+    def read(self, seconds: float, waited_s: float, samples: int) -> dict[str, float]:
+        """Return the metrics since the last call.
 
-    def read(self, seconds: float, samples: int) -> dict[str, float]:
-        """Return the metrics since the last call, given all seconds of training and samples so far."""
-        took, waited = seconds - self._seconds, self.waited_s
-        count = samples - self._samples
-        self._seconds, self._samples, self.waited_s = seconds, samples, 0.0
+        Args:
+            seconds, waited_s, samples: of the training so far: all seconds, those spent waiting for data, and
+                samples.
+        """
+        now = (seconds, waited_s, samples)
+        took, waited, count = (new - old for new, old in zip(now, self._last, strict=True))
+        self._last = now
         return {
             "data_s": round(waited, 4),
             "compute_s": round(max(took - waited, 0.0), 4),

@@ -136,6 +136,18 @@ def test_targets_of_several_levels(monkeypatch, target, expected):
     assert bundle.train[0][1].tolist() == expected
 
 
+@pytest.mark.parametrize("wrong", [True, 1.0, np.float64(1), (1, 2.0), [1, 2, 0]])
+def test_a_label_equal_to_an_earlier_one_is_checked_too(monkeypatch, wrong):
+    is_row = isinstance(wrong, tuple | list)
+    taxonomy = TAXONOMY if is_row else Taxonomy((Level("only", ("a", "b")),))
+    samples = Samples("train", targets=[1, 2] if is_row else 1)
+    dataset = UserDataset(samples, "here", taxonomy, raw=False)
+    assert dataset[0][1].tolist() == ([1, 2] if is_row else [1])
+    samples.targets = wrong
+    with pytest.raises(DataError):
+        dataset[0]
+
+
 @pytest.mark.parametrize("attributes", [{}, {"taxonomy": None, "classes": ["a", "b"]}])
 def test_without_classes_targets_pass_untouched(attributes):
     bundle = build("Samples", targets=(0.5, "text"), **attributes)

@@ -23,7 +23,6 @@ def whole(epoch: int = 1, step: int = 0, **more: Any) -> dict[str, Any]:
         "plan": {},
         "schedule": {},
         "train_loss": [],
-        "noise_scale": None,
         "callbacks": [],
         **more,
     }

@@ -1,11 +1,10 @@
-"""Small models: those of timm for two levels of a taxonomy, and a point."""
+"""Small models of timm for two levels of a taxonomy."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
@@ -39,18 +38,3 @@ def built(
 def build(name: str = "test_resnet", **options: Any) -> HierarchicalClassifier:
     """The model alone, of larger images; options as for `built`."""
     return built(name, **{"img_size": (64, 64), **options})[0]
-
-
-class Point(nn.Module):
-    """The distance of a parameter at 0 to each sample, [B, 4]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w - x
-
-
-def half_square(outputs: Tensor, _: Tensor) -> Tensor:
-    return outputs.square().sum(dim=1).mean() / 2

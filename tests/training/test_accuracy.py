@@ -7,12 +7,22 @@ import math
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import balanced_accuracy_score, f1_score
+from sklearn.metrics import (
+    average_precision_score,
+    balanced_accuracy_score,
+    f1_score,
+    precision_recall_curve,
+)
 
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import LinnaeusError
-from linnaeus.training.accuracy import ClassificationMetrics, LossMeter, headline
+from linnaeus.training.accuracy import (
+    ClassificationMetrics,
+    LossMeter,
+    figures_of_sets,
+    headline,
+)
 from linnaeus.training.losses import TaxonomicCrossEntropy
 
 CPU = torch.device("cpu")
@@ -134,6 +144,30 @@ def test_consistent_is_the_share_of_children_under_their_predicted_parent(
         predict(*classes), torch.zeros(len(classes), 2, dtype=torch.long), torch.tensor(0.0)
     )
     assert computed(metrics).get("consistent") == expected
+
+
+# --- several labels per sample ---
+
+
+@pytest.mark.parametrize("num_values", [4, 10**6], ids=["equal probabilities", "distinct"])
+def test_figures_of_many_classes_are_those_of_scikit_learn(num_values):
+    generator = torch.Generator().manual_seed(2)
+    scores = torch.randint(0, num_values, (30, 70), generator=generator) / num_values
+    targets = torch.randint(-1, 2, (30, 70), generator=generator).to(torch.int8)
+    targets[:, 5] = targets[:, 5].clamp(max=0)  # no positive sample
+    found = figures_of_sets(scores, targets)
+    assert found[3:, 5].isnan().all()
+    assert not found[:, :5].isnan().any()
+    for label in (i for i in range(70) if i != 5):
+        known = targets[:, label] >= 0
+        args = targets[known, label].numpy(), scores[known, label].double().numpy()
+        precision, recall, values = precision_recall_curve(*args)
+        assert found[3, label] == pytest.approx(average_precision_score(*args), rel=1e-12)
+        f1 = 2 * (precision * recall / np.maximum(precision + recall, 1e-9))[:-1]
+        assert found[4, label] == pytest.approx(f1.max(), rel=1e-12)
+        best = int(np.flatnonzero(np.isclose(f1, f1.max(), rtol=1e-12))[0])
+        below = values[best - 1] if best else 0.0
+        assert found[5, label] == pytest.approx((values[best] + below) / 2, abs=1e-12)
 
 
 # --- special cases ---

@@ -12,7 +12,7 @@ from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.batch_plan.effective_batch import Facts
 from linnaeus.batch_plan.plan import plan_batches
 from linnaeus.config.load import load_config
-from linnaeus.config.schema import LossConfig, NoiseScaleConfig, OptimizerConfig
+from linnaeus.config.schema import LossConfig, OptimizerConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.runtime.distributed import World
@@ -27,7 +27,6 @@ from linnaeus.training.checkpoint import (
 )
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.losses import build_loss, logits_per_level
-from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer
 from linnaeus.training.out_of_memory import StateBytes, memory_sentence
 from linnaeus.training.report import settings_without_effect
@@ -244,7 +243,6 @@ def test_messages(golden, tmp_path):
         )
     frozen = nn.Linear(2, 2).requires_grad_(False)
     messages["optimizer: nothing trains"] = error_of(build_optimizer, OptimizerConfig(), frozen)
-    messages["noise scale"] = error_of(check_noise_scale, NoiseScaleConfig(ENABLED=True), 1)
     for title, (argv, remedy) in NOTES.items():
         messages[f"no effect: {title}"] = "\n".join(
             settings_without_effect(load_config(argv).config)

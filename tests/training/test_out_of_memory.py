@@ -31,8 +31,6 @@ HALF_PRECISION = (
     "TRAIN.EFFECTIVE_BATCH_SIZE=32",
     "TRAIN.AMP=fp16",
     "TRAIN.CLIP_GRAD_NORM=0.1",
-    "TRAIN.NOISE_SCALE.ENABLED=True",
-    "TRAIN.NOISE_SCALE.EVERY=1",
 )
 PLACES = {"forward": (EFFECTIVE,), "backward": HALF_PRECISION}
 """Where memory runs out, and the options of the training."""
@@ -56,7 +54,7 @@ def failure(folder: Path, *argv: str, **sizes: int) -> str:
 def of_training(content: dict[str, Any]) -> Any:
     """All that depends on the steps, comparable bit by bit."""
     progress = {name: value for name, value in content["progress"].items() if name != "seconds"}
-    return bits([progress, *(content[name] for name in ("state", "rng", "noise_scale"))])
+    return bits([progress, *(content[name] for name in ("state", "rng"))])
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +70,14 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 def test_a_step_taken_again_leaves_every_bit_of_smaller_micro_batches(
     tmp_path: Path, where: str, smaller: dict[str, dict[str, Any]]
 ) -> None:
-    """Also buffers, generators, gradient scaler and noise scale, which the failed step has changed."""
+    """Also buffers, generators and gradient scaler, which the failed step has changed."""
     found = trained(tmp_path, *PLACES[where], *greedy(8, where=where))
     assert of_training(found) == of_training(smaller[where])
     assert found["micro_batch_limit"] == found["plan"]["MICRO_BATCH"] == 8
     assert found["state"]["model"]["num_samples"] == 2 * 96  # without those of the step that failed
 
 
-def test_so_does_a_step_that_fails_while_it_clips_unscaled_gradients(
-    tmp_path: Path, smaller: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_so_does_a_step_that_fails_while_gradients_are_clipped(tmp_path, monkeypatch) -> None:
     clip, calls = torch.nn.utils.clip_grad_norm_, []
 
     def clip_or_fail(*arguments: Any) -> torch.Tensor:
@@ -93,7 +89,7 @@ def test_so_does_a_step_that_fails_while_it_clips_unscaled_gradients(
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_or_fail)
     found = trained(tmp_path, *HALF_PRECISION)
     assert (found["micro_batch_limit"], len(calls)) == (8, 7)
-    assert found["noise_scale"]["num"] == smaller["backward"]["noise_scale"]["num"] == 6
+    assert found["progress"]["step"] == 6
 
 
 def test_without_the_fault_nothing_is_split(

@@ -20,18 +20,15 @@ from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.runtime.distributed import World
 from linnaeus.training.accuracy import ClassificationMetrics
-from linnaeus.training.callbacks import CallbackState
 from linnaeus.training.checkpoint import broadcast_state
 from linnaeus.training.ddp import distribute_batchnorm, wrap
 from linnaeus.training.distill import Distillation
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import TaxonomicCrossEntropy
-from linnaeus.training.noise_scale import GradientProbe, NoiseScale
 from linnaeus.training.precision import Precision
 from linnaeus.training.step import TrainStep, ValidationStep
 from tests.helpers.bits import bits
 from tests.helpers.processes import compute, group_of
-from tests.helpers.small_models import Point, half_square
 
 pytestmark = pytest.mark.distributed
 
@@ -63,7 +60,6 @@ def work(rank, folder):
                     results |= {
                         ("stops", stops): trained(world, stops=stops) for stops in (False, True)
                     }
-                    results["measured"] = [measured(world, is_on) for is_on in (False, True)]
     return results
 
 
@@ -432,46 +428,6 @@ def test_the_first_step_of_a_process_rounds_as_the_later_ones(ranks):
         first, second = results["passes", "ours"]
         assert torch.equal(first, second)
         assert not torch.equal(*results["passes", "torch's"])
-
-
-# --- the gradient noise scale ---
-
-
-def points(rank):
-    generator = torch.Generator().manual_seed(rank)
-    while True:
-        x = torch.tensor([0.6, -0.8, 0.0, 1.0]) + torch.randn(4, 4, generator=generator)
-        yield Batch(x, torch.zeros(4, dtype=torch.long))
-
-
-def measured(world, is_on):
-    """The noise scale of the first of four steps, if it is measured, and the parameter after all of them."""
-    module = Point()
-    model = wrap(module, world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step = plain_step(model, half_square, optimizer, clip_grad_norm=0.1)
-    probe = GradientProbe(step, decay=0.0, every=4)
-    if is_on:
-        step.callbacks["noise scale"] = probe
-    source = points(world.rank)
-    for number in range(4):
-        step.state = CallbackState(module, optimizer, step=number)
-        step(source, 3)
-    return probe.scale.state_dict(), module.w.detach()
-
-
-def test_ranks_measure_the_norms_of_their_own_gradients_and_of_the_mean(
-    ranks,
-):
-    sources = [points(rank) for rank in range(2)]
-    means = [torch.cat([next(source).inputs for _ in range(3)]).mean(dim=0) for source in sources]
-    small = sum(float(mean.square().sum()) for mean in means) / 2
-    expected = NoiseScale(0.0)
-    expected.add(12, small, 24, float(torch.stack(means).mean(dim=0).square().sum()))
-    for results in ranks[:2]:
-        (_, weight), (scale, weight_measured) = results["measured"]
-        assert scale == pytest.approx(expected.state_dict(), rel=1e-4)
-        torch.testing.assert_close(weight_measured, weight, rtol=1e-5, atol=1e-7)
 
 
 # --- BatchNorm's running statistics ---

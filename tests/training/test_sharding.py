@@ -407,7 +407,6 @@ def test_blocks_of_other_models() -> None:
 REFUSED = (
     "TRAIN.COMPILE=True",
     "TRAIN.CHANNELS_LAST=True",
-    "TRAIN.NOISE_SCALE.ENABLED=True",
     "TRAIN.UNFREEZE_EPOCH=2",
     "TRAIN.ON_OUT_OF_MEMORY=split",
     "DIST.CPU_OFFLOAD=True",
