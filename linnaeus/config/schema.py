@@ -160,6 +160,12 @@ def _profile(value: list[int] | None) -> str | None:
     return "must be [first, last] with first <= last"
 
 
+def _steps_or_fraction(value: float | None) -> str | None:
+    if value is None or value < 1 or value.is_integer():
+        return None
+    return "must be a whole number of optimizer steps, or a fraction of an epoch below 1"
+
+
 def _milestones(value: list[list[int]]) -> str | None:
     starts = [pair[0] for pair in value if pair]
     if all(len(pair) == 2 and pair[0] >= 1 and pair[1] >= 1 for pair in value) and all(
@@ -929,11 +935,12 @@ class TrainConfig:
     VALIDATE_EVERY: int = key(
         1, "epochs between two validations; the last epoch is always validated", ge=1
     )
-    VALIDATE_EVERY_STEPS: int | None = key(
+    VALIDATE_EVERY_STEPS: float | None = key(
         None,
-        "optimizer steps between two validations, in place of VALIDATE_EVERY; the last step is always "
-        "validated",
-        ge=1,
+        "optimizer steps between two validations, in place of VALIDATE_EVERY; a number below 1 is a "
+        "fraction of an epoch, whose end is validated too; the last step is always validated",
+        gt=0,
+        check=_steps_or_fraction,
     )
     BEST_METRIC: str | None = key(
         None,

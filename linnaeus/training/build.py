@@ -69,7 +69,7 @@ def check_before_data(
     if config.VALIDATE_EVERY_STEPS is not None and config.VALIDATE_EVERY != 1:
         raise ConfigError(
             f"TRAIN.VALIDATE_EVERY: {config.VALIDATE_EVERY} epochs and TRAIN.VALIDATE_EVERY_STEPS "
-            f"{config.VALIDATE_EVERY_STEPS}; set one of them"
+            f"{config.VALIDATE_EVERY_STEPS:g}; set one of them"
         )
     check_noise_scale(config.NOISE_SCALE, world.world_size * micro_batches_held(config))
 
