@@ -796,11 +796,20 @@ class ScheduleConfig:
 
 @dataclass
 class EmaConfig:
-    """Exponential moving average of the weights."""
+    """Average of the weights: exponential, or over the last epochs."""
 
     ENABLED: bool = key(False, "keep an average of the weights, and validate with it")
     DECAY: float = key(
         0.9998, "fraction of the average that is kept at each optimizer step", gt=0, lt=1
+    )
+    SWA_EPOCHS: int | None = key(
+        None,
+        "stochastic weight averaging: average the steps of so many last epochs equally, and keep the "
+        "learning rate at SCHEDULE.MIN_LR_FRACTION in them; null is the exponential average",
+        ge=1,
+    )
+    VALIDATE_RAW: bool = key(
+        False, "validate the weights themselves too; the names of these metrics begin with `raw/`"
     )
 
 

@@ -646,6 +646,10 @@ class Trainer:
         started = time.perf_counter()
         try:
             values = self._validation_metrics(self.loaders.val)
+            if self.config.EMA.VALIDATE_RAW and values is not None:
+                step = replace(self.assembly.validation_step, model=self.assembly.model)
+                raw = self._validation_metrics(self.loaders.val, step)
+                values = raw and values | {f"raw/{name}": value for name, value in raw.items()}
         except Exception as error:
             if not self._memory.refused(error):
                 raise
@@ -690,10 +694,10 @@ class Trainer:
         progress.rank(score(headline, values[headline]), values["loss"], keep)
 
     def _validation_metrics(
-        self, batches: Collection[Batch] | BatchLoader
+        self, batches: Collection[Batch] | BatchLoader, step: ValidationStep | None = None
     ) -> dict[str, float] | None:
         """Validate on all batches of a split; None on every rank if one was asked to stop."""
-        step, metrics = self.assembly.validation_step, self.assembly.metrics
+        step, metrics = step or self.assembly.validation_step, self.assembly.metrics
         step.model.eval()
         self.assembly.criterion.eval()
         metrics.reset()
