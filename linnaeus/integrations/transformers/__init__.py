@@ -267,7 +267,7 @@ class _Search:
         self, mode: Mode, control: ControlPlane | None, earlier: int | None
     ) -> AutoBatchResult:
         """Search the tokens of a batch; trials run the batches of the longest and of the most samples."""
-        trainer, args = self.trainer, self.trainer.args
+        trainer, args, options = self.trainer, self.trainer.args, self.options[mode]
         with rehearsal(trainer) as steps:
             self._ends = ends = ends_of(trainer)
 
@@ -277,7 +277,7 @@ class _Search:
             return find_size(
                 partial(ends.run, step),
                 lambda budget: budget,
-                {**self.options[mode], "min_batch_size": ends.least},
+                {**options, "min_batch_size": max(ends.least, options["min_batch_size"])},
                 earlier,
                 "the run that is resumed",
                 control=control,
