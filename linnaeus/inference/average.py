@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
@@ -46,29 +45,29 @@ def average_checkpoints(
         LinnaeusError: the run has fewer checkpoints, or one of them or the data cannot be read.
     """
     last = find_checkpoint_file(run, "last")
-    steps = {
-        int(path.stem[5:]): path
-        for path in last.parent.glob("step_*.pt")
-        if re.fullmatch(r"step_\d+", path.stem)
-    }
-    files = [last] if number == 1 else [steps[step] for step in sorted(steps)[-number:]]
+    kept = sorted(last.parent.glob("step_*.pt"))  # the numbers have as many digits
+    files = [last] if number == 1 else kept[-number:]
     if len(files) < number:
         raise ConfigError(
             f"--last: {number}, but {last.parent} has {len(files)} numbered checkpoints; train with "
             f"TRAIN.KEEP_CHECKPOINTS={number}, or name a smaller number"
         )
-    saved = read_run(files[0], trust_code=trust_code)
-    average = AveragedModel(saved.model)
+    average = None
     for file in files:
         saved = read_run(file, trust_code=trust_code)
+        average = average or AveragedModel(saved.model)
         average.update_parameters(saved.model)
+    assert average is not None
     model = average.module.to(world.device)
     freezing = build_freezing(config.MODEL, model, config.TRAIN.UNFREEZE_EPOCH)
     if not freezing.ends_within(config.TRAIN.most_epochs):
         freezing.freeze()
     # `torch.optim.swa_utils.update_bn` also resets layers that are frozen.
-    layers = [each for each in model.train().modules() if isinstance(each, _BatchNorm)]
-    layers = [each for each in layers if each.training and each.track_running_stats]
+    layers = [
+        layer
+        for layer in model.train().modules()
+        if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats
+    ]
     for layer in layers:
         layer.reset_running_stats()
         layer.momentum = None  # a mean over all batches

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import joined_ranks
 from linnaeus.autobatch.settings import kind_of
-from linnaeus.integrations.budget import Cost, ends_of_loader, with_budget
+from linnaeus.integrations.budget import Cost, ends_of_loader, search_within, with_budget
 from linnaeus.integrations.common import checked_options, find_size
 from linnaeus.integrations.samples import Largest
 
@@ -139,17 +139,9 @@ def budget_loader(
             copies = (recursively_apply(torch.clone, batch) for _ in range(loop.num_batches))
             loop.step(send_to_device(each, accelerator.device) for each in copies)
 
-        found = find_size(
-            partial(ends.run, step),
-            lambda budget: budget,
-            {**search, "min_batch_size": max(ends.least, search["min_batch_size"])},
-            control=control,
-            looks=[],
-            state=[*loop.state, *state],
-            device=accelerator.device,
-            bounds={"dataset": ends.most},
-            unit="units of cost",
-        )
+        state, device = [*loop.state, *state], accelerator.device
+        run = partial(ends.run, step)
+        found = search_within(ends, run, search, control=control, state=state, device=device)
     ranks = {"num_replicas": accelerator.num_processes, "rank": accelerator.process_index}
     return prepare_data_loader(  # the ranks have shared the batches out
         with_budget(loader, ends, found.batch_size, seed=seed, **ranks),

@@ -23,6 +23,7 @@ from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import check_count, check_number, kind_of
 from linnaeus.autobatch.state.rng import preserved_generators
+from linnaeus.integrations.common import find_size
 from linnaeus.integrations.samples import (
     copied,
     is_read_by_index,
@@ -170,7 +171,7 @@ def ends_of_loader(loader: Any, cost: Cost, max_samples: int | None = None) -> E
         AutoBatchError: the dataset is not read by index.
         TypeError, ValueError: a cost is no positive integer.
     """
-    dataset, unit = getattr(loader, "dataset", None), cost if isinstance(cost, str) else "cost"
+    dataset, unit = getattr(loader, "dataset", None), "units of cost"
     if not is_read_by_index(dataset):
         raise AutoBatchError(
             f"AutoBatch: with cost, the loader must be one DataLoader of a dataset that is read by index, "
@@ -179,6 +180,28 @@ def ends_of_loader(loader: Any, cost: Cost, max_samples: int | None = None) -> E
     with preserved_generators():
         costs = costs_of(dataset, cost)
         return Ends(dataset, loader.collate_fn, costs, unit, max_samples=max_samples)
+
+
+def search_within(
+    ends: Ends, run: Callable[[int], object], options: dict[str, Any], *known: Any, **arguments: Any
+) -> AutoBatchResult:
+    """Search the budget for an adapter.
+
+    Args:
+        ends: the batches of a trial.
+        run: runs them, for a budget.
+        options, known, arguments: as for `common.find_size`.
+    """
+    return find_size(
+        run,
+        lambda budget: budget,
+        {**options, "min_batch_size": max(ends.least, options["min_batch_size"])},
+        *known,
+        looks=[],
+        bounds={"dataset": ends.most},
+        unit=ends.unit,
+        **arguments,
+    )
 
 
 def with_budget(loader: Any, ends: Ends, budget: int, **options: Any) -> DataLoader[Any]:
@@ -223,7 +246,7 @@ class Ends:
         padded: as for `find_budget`; None if that is to be seen from `collate`.
 
     Attributes:
-        costs, padded, max_samples: of the batches.
+        costs, unit, padded, max_samples: of the batches.
         least, most: the smallest and the largest budget: of the longest sample, and of all samples.
         pads: whether a batch of long and short samples has more values than these in batches of their own.
     """
@@ -239,7 +262,7 @@ class Ends:
         max_samples: int | None = None,
     ) -> None:
         self._dataset, self._collate = dataset, collate
-        self.costs, self.max_samples = costs, max_samples
+        self.costs, self.unit, self.max_samples = costs, unit, max_samples
         self._costs, self._order = costs.sort(stable=True)
         self._most_samples = min(max_samples or len(costs), len(costs))
         self._sums = torch.cat([torch.zeros(1, dtype=torch.long), self._costs.cumsum(0)])

@@ -28,7 +28,7 @@ from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.settings import UNBOUNDED, check_count
-from linnaeus.integrations.budget import Cost, Ends, ends_of_loader
+from linnaeus.integrations.budget import Cost, Ends, ends_of_loader, search_within
 from linnaeus.integrations.common import (
     checked_options,
     divisor_of,
@@ -255,22 +255,15 @@ class _Search:
             for indices in ends.indices(budget):
                 step((partial(self._batches, indices), -(-total // budget)))
 
-        self.results["train"] = find_size(
+        self.results["train"] = search_within(
+            ends,
             run,
-            lambda budget: budget,
-            {
-                **options,
-                "min_batch_size": max(ends.least, options["min_batch_size"]),
-                "max_batch_size": UNBOUNDED,
-            },
+            {**options, "max_batch_size": UNBOUNDED},
             self._earlier.get("train"),
             "the run that is resumed",
             control=self.control,
-            looks=[],
             state=self._state,
             device=trainer.strategy.root_device,
-            bounds={"dataset": ends.most},
-            unit="units of cost",
         )
         self.sizes["train"] = self.results["train"].batch_size
 

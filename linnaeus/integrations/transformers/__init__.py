@@ -22,6 +22,7 @@ from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.settings import check_choice, check_count, kind_of
+from linnaeus.integrations.budget import search_within
 from linnaeus.integrations.common import (
     checked_options,
     divisor_of,
@@ -267,25 +268,22 @@ class _Search:
         self, mode: Mode, control: ControlPlane | None, earlier: int | None
     ) -> AutoBatchResult:
         """Search the tokens of a batch; trials run the batches of the longest and of the most samples."""
-        trainer, args, options = self.trainer, self.trainer.args, self.options[mode]
+        trainer, args = self.trainer, self.trainer.args
         with rehearsal(trainer) as steps:
             self._ends = ends = ends_of(trainer)
 
             def step(batch: Any) -> None:
                 steps.train(steps.batches(batch, int(args.gradient_accumulation_steps)))
 
-            return find_size(
+            return search_within(
+                ends,
                 partial(ends.run, step),
-                lambda budget: budget,
-                {**options, "min_batch_size": max(ends.least, options["min_batch_size"])},
+                self.options[mode],
                 earlier,
                 "the run that is resumed",
                 control=control,
-                looks=[],
                 state=steps.state,
                 device=args.device,
-                bounds={"dataset": ends.most},
-                unit=self.budget,
             )
 
     def _divisor(self, effective: int, largest: int, epoch: int | None = None) -> int:
