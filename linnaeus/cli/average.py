@@ -82,8 +82,9 @@ BatchNorm are measured anew, in one epoch of the training data.
 """,
     details="""\
 examples:
-  linnaeus average runs/birds --last 5
-  linnaeus evaluate runs/birds --checkpoint average.pt
+  linnaeus average runs/birds
+  linnaeus average runs/birds --last 3 --device cuda
+  linnaeus average runs/birds --last 1
 
 exit codes: 0 done, 1 a checkpoint or the data cannot be read, 2 option, 130 Ctrl-C, 143 SIGTERM
 """,
