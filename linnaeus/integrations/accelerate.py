@@ -166,7 +166,11 @@ class _Loop:
             raise TypeError(
                 f"accelerator is {kind_of(self.accelerator)}; it must be an accelerate.Accelerator"
             )
-        self.num_batches = min(self.accelerator.gradient_accumulation_steps, 2)
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches of a step in a trial."""
+        return int(min(self.accelerator.gradient_accumulation_steps, 2))
 
     @property
     def state(self) -> list[Any]:
