@@ -174,13 +174,16 @@ def test_the_shown_file_trains_the_run_that_follows(page: str, tmp_path: Path) -
 
 def train_what_is_evaluated(line: str, desk: Path) -> None:
     """Train the run that a command evaluates or learns from; nothing for another command."""
-    if "evaluate" in shlex.split(line):
+    if {"evaluate", "average"} & {*shlex.split(line)}:
         own = [
             "DATA.DATASET.NAME=imagefolder",
             f"DATA.DATASET.ROOT={desk}/birds",
             "EXPERIMENT.NAME=birds",
         ]
-        assert cli([*own, *SMALLER, *SMALL_MODEL]) == 0
+        kept = ("TRAIN.KEEP_CHECKPOINTS=5", "TRAIN.EPOCHS=5")
+        assert cli([*own, *SMALLER, *SMALL_MODEL, *(kept if "average" in line else ())]) == 0
+        if "average.pt" in line:
+            assert cli(["average", "runs/birds"]) == 0
     if "MODEL.TEACHER=runs/birds" in line:
         teacher = line.partition("EXPERIMENT.NAME")[0].split()[2:]
         assert cli([*teacher, *SMALLER, *SMALL_MODEL, "EXPERIMENT.NAME=birds"]) == 0
@@ -196,7 +199,7 @@ def tokens_of(line: str, desk: Path) -> list[str]:
 
 def smaller(tokens: list[str]) -> list[str]:
     """The same command on a small scale."""
-    if {"--help", "--print-config", "evaluate"}.intersection(tokens):
+    if {"--help", "--print-config", "evaluate", "average"}.intersection(tokens):
         return tokens
     own_model = any(token.startswith("MODEL._target_") for token in tokens)
     is_pretrained = "MODEL.PRETRAINED=True" in tokens
@@ -207,6 +210,8 @@ def smaller(tokens: list[str]) -> list[str]:
         () if "--cfg" in tokens else ("DATA.BATCH_SIZE=64",)
     )  # the default data are all the digits
     length = ("TRAIN.MAX_STEPS=3",) if "TRAIN.MAX_STEPS" in tokens else ()
+    if "TRAIN.EMA.SWA_EPOCHS" in tokens:
+        length = ("TRAIN.EPOCHS=6",)
     return [*tokens, *SMALLER, *steps, *length, *model]
 
 

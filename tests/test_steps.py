@@ -104,6 +104,20 @@ def test_a_run_of_steps_stopped_anywhere_goes_on_exactly(
     assert (again.code, "TRAIN.MAX_STEPS" in again.out) == (0, True), "it was finished"
 
 
+def test_a_fraction_of_an_epoch_is_validated_exactly(run, tmp_path):
+    """Of 11 steps the quarters end at 3, 6 and 8, also in an epoch that is cut, and after a resume."""
+    options, folders = (*STEPS, "TRAIN.VALIDATE_EVERY_STEPS=0.25"), []
+    for name, stops in {"whole": (), "stopped": (24, 24, 60)}.items():
+        for stop in stops:
+            assert run(*options, f"{NAME}{name}", interrupted(stop)).code == 130
+        assert run(*options, f"{NAME}{name}").code == 0
+        folders.append(tmp_path / "runs" / name)
+        assert validations_of(folders[-1]) == [3, 6, 8, 11, 14, 17]
+    assert_same_run(*folders)
+    assert run(*options, f"{NAME}stopped", "TRAIN.MAX_STEPS=22").code == 0
+    assert validations_of(folders[1]) == [3, 6, 8, 11, 14, 17, 19, 22]
+
+
 def test_more_steps_go_on_within_the_epoch(run, tmp_path, whole) -> None:
     constant = ("SCHEDULE.NAME=constant", "SCHEDULE.WARMUP_STEPS=0")
     assert run(*STEPS, *constant, f"{NAME}whole").code == 0
@@ -138,6 +152,7 @@ def test_overfitting_validates_on_the_samples_that_train(run, tmp_path) -> None:
             "TRAIN.MAX_STEPS",
         ),
         ("TRAIN.VALIDATE_EVERY=2 TRAIN.VALIDATE_EVERY_STEPS=5", "TRAIN.VALIDATE_EVERY_STEPS"),
+        ("TRAIN.VALIDATE_EVERY_STEPS=2.5", "TRAIN.VALIDATE_EVERY_STEPS"),
         ("TRAIN.OVERFIT_BATCHES=1 DATA.LIMIT_TRAIN_SAMPLES=9", "DATA.LIMIT_TRAIN_SAMPLES"),
         ("TRAIN.OVERFIT_BATCHES=1 DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.ENABLED"),
     ],

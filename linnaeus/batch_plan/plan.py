@@ -7,6 +7,7 @@ trainer take their numbers from the `BatchPlan` it returns.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -168,6 +169,25 @@ class BatchPlan:
         if self.keep_rest and micro_batches > 0:  # fewer than 0 if the dataset has shrunk
             stages.append(Stage(micro_batches * size, micro_batches, self.world_size, num_steps=1))
         return stages
+
+    def parts(self, epoch: int, samples_done: int, fraction: float) -> tuple[bool, int]:
+        """Whether a part of an epoch ends after these samples, and the optimizer steps to the next end.
+
+        Parts are equal fractions of the epoch, rounded to whole steps. The last one ends with the epoch.
+
+        >>> facts = Facts(max_micro_batch_size=8, world_size=1, num_samples=80, learning_rate=0.1)
+        >>> plan = plan_batches(TrainConfig(), OptimizerConfig(), ScheduleConfig(), facts)
+        >>> [plan.parts(0, 8 * step, 0.25) for step in (0, 2, 4)]
+        [(True, 2), (True, 3), (False, 1)]
+        """
+        num_steps = whole = self.steps_per_epoch[epoch]
+        if self.max_steps is not None and epoch == self.num_epochs - 1:  # it may be cut
+            whole = max(num_steps, self.num_samples // self.effective_batch_size)
+        rest = sum(stage.num_steps for stage in self.rest_of_epoch(epoch, samples_done))
+        done = num_steps - rest
+        ends = {round(number * fraction * whole) for number in range(math.ceil(1 / fraction))}
+        following = min((end for end in ends if end > done), default=whole)
+        return done in ends or done == whole, following - done
 
     def position(self, epoch: int, samples_done: int) -> float:
         """The optimizer steps of this plan before a point of the run; a fraction between two steps.

@@ -41,6 +41,7 @@ COMMANDS = {
     "compare": "runs side by side: what differs, metrics and learning curves",
     "evaluate": "a trained run on labelled data: accuracy per level and class, calibration",
     "predict": "classes of images, by a trained run",
+    "average": "the last checkpoints of a run, averaged to one",
     "export": "a trained run as a safetensors, ONNX or torch.export file",
 }
 """The commands, each with what it does."""
@@ -51,6 +52,7 @@ NOT_WITH_TORCHRUN = (
     "work",
     "compare",
     "predict",
+    "average",
     "export",
 )
 """Commands of one process; sweeps and workers start those of their runs."""

@@ -154,6 +154,12 @@ def _profile(value: list[int] | None) -> str | None:
     return "must be [first, last] with first <= last"
 
 
+def _steps_or_fraction(value: float | None) -> str | None:
+    if value is None or value < 1 or value.is_integer():
+        return None
+    return "must be a whole number of optimizer steps, or a fraction of an epoch below 1"
+
+
 def _milestones(value: list[list[int]]) -> str | None:
     starts = [pair[0] for pair in value if pair]
     if all(len(pair) == 2 and pair[0] >= 1 and pair[1] >= 1 for pair in value) and all(
@@ -803,11 +809,20 @@ class ScheduleConfig:
 
 @dataclass
 class EmaConfig:
-    """Exponential moving average of the weights."""
+    """Average of the weights: exponential, or over the last epochs."""
 
     ENABLED: bool = key(False, "keep an average of the weights, and validate with it")
     DECAY: float = key(
         0.9998, "fraction of the average that is kept at each optimizer step", gt=0, lt=1
+    )
+    SWA_EPOCHS: int | None = key(
+        None,
+        "stochastic weight averaging: average the steps of so many last epochs equally, and keep the "
+        "learning rate at SCHEDULE.MIN_LR_FRACTION in them; null is the exponential average",
+        ge=1,
+    )
+    VALIDATE_RAW: bool = key(
+        False, "validate the weights themselves too; the names of these metrics begin with `raw/`"
     )
 
 
@@ -930,11 +945,12 @@ class TrainConfig:
     VALIDATE_EVERY: int = key(
         1, "epochs between two validations; the last epoch is always validated", ge=1
     )
-    VALIDATE_EVERY_STEPS: int | None = key(
+    VALIDATE_EVERY_STEPS: float | None = key(
         None,
-        "optimizer steps between two validations, in place of VALIDATE_EVERY; the last step is always "
-        "validated",
-        ge=1,
+        "optimizer steps between two validations, in place of VALIDATE_EVERY; a number below 1 is a "
+        "fraction of an epoch, whose end is validated too; the last step is always validated",
+        gt=0,
+        check=_steps_or_fraction,
     )
     BEST_METRIC: str | None = key(
         None,

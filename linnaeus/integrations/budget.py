@@ -16,12 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from linnaeus.autobatch.api import auto_find_batch_size
+from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.settings import check_count, check_number
+from linnaeus.autobatch.settings import check_count, check_number, kind_of
 from linnaeus.autobatch.state.rng import preserved_generators
+from linnaeus.integrations.common import find_size
 from linnaeus.integrations.samples import (
     copied,
     is_read_by_index,
@@ -34,6 +36,16 @@ POOL = 64
 """Batches of each rank that one pool of shuffled samples makes. Samples are sorted by cost within a pool."""
 SPARE = 0.01
 """Batches of an epoch beyond those of the first one, so that each epoch has as many."""
+
+_LOADING = (
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "collate_fn",
+    "worker_init_fn",
+    "persistent_workers",
+    "multiprocessing_context",
+)
 
 Cost = str | Callable[[Any], int] | Sequence[int] | Tensor
 
@@ -152,6 +164,57 @@ def costs_of(dataset: Any, cost: Cost | None = None) -> Tensor:
     return checked_costs(costs)
 
 
+def ends_of_loader(loader: Any, cost: Cost, max_samples: int | None = None) -> Ends:
+    """The batches of a loader's dataset that need most memory.
+
+    Raises:
+        AutoBatchError: the dataset is not read by index.
+        TypeError, ValueError: a cost is no positive integer.
+    """
+    dataset, unit = getattr(loader, "dataset", None), "units of cost"
+    if not is_read_by_index(dataset):
+        raise AutoBatchError(
+            f"AutoBatch: with cost, the loader must be one DataLoader of a dataset that is read by index, "
+            f"not {kind_of(loader)} of {kind_of(dataset)}"
+        )
+    with preserved_generators():
+        costs = costs_of(dataset, cost)
+        return Ends(dataset, loader.collate_fn, costs, unit, max_samples=max_samples)
+
+
+def search_within(
+    ends: Ends, run: Callable[[int], object], options: dict[str, Any], *known: Any, **arguments: Any
+) -> AutoBatchResult:
+    """Search the budget for an adapter.
+
+    Args:
+        ends: the batches of a trial.
+        run: runs them, for a budget.
+        options, known, arguments: as for `common.find_size`.
+    """
+    return find_size(
+        run,
+        lambda budget: budget,
+        {**options, "min_batch_size": max(ends.least, options["min_batch_size"])},
+        *known,
+        looks=[],
+        bounds={"dataset": ends.most},
+        unit=ends.unit,
+        **arguments,
+    )
+
+
+def with_budget(loader: Any, ends: Ends, budget: int, **options: Any) -> DataLoader[Any]:
+    """Return a loader like this one, with batches within a budget; options as for `BudgetBatchSampler`."""
+    sampler = BudgetBatchSampler(
+        ends.costs, budget, padded=ends.padded, max_samples=ends.max_samples, **options
+    )
+    # Where accelerate looks for `set_epoch` after it has skipped batches.
+    sampler.sampler = sampler  # type: ignore[attr-defined]
+    own = {name: getattr(loader, name) for name in _LOADING}
+    return DataLoader(loader.dataset, batch_sampler=sampler, **own)
+
+
 def checked_costs(costs: Any) -> Tensor:
     """Return costs as integers.
 
@@ -183,7 +246,7 @@ class Ends:
         padded: as for `find_budget`; None if that is to be seen from `collate`.
 
     Attributes:
-        costs, padded: of the batches.
+        costs, unit, padded, max_samples: of the batches.
         least, most: the smallest and the largest budget: of the longest sample, and of all samples.
         pads: whether a batch of long and short samples has more values than these in batches of their own.
     """
@@ -198,7 +261,8 @@ class Ends:
         padded: bool | None = None,
         max_samples: int | None = None,
     ) -> None:
-        self._dataset, self._collate, self.costs = dataset, collate, costs
+        self._dataset, self._collate = dataset, collate
+        self.costs, self.unit, self.max_samples = costs, unit, max_samples
         self._costs, self._order = costs.sort(stable=True)
         self._most_samples = min(max_samples or len(costs), len(costs))
         self._sums = torch.cat([torch.zeros(1, dtype=torch.long), self._costs.cumsum(0)])

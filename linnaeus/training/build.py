@@ -68,7 +68,17 @@ def check_before_data(
     if config.VALIDATE_EVERY_STEPS is not None and config.VALIDATE_EVERY != 1:
         raise ConfigError(
             f"TRAIN.VALIDATE_EVERY: {config.VALIDATE_EVERY} epochs and TRAIN.VALIDATE_EVERY_STEPS "
-            f"{config.VALIDATE_EVERY_STEPS}; set one of them"
+            f"{config.VALIDATE_EVERY_STEPS:g}; set one of them"
+        )
+    last = config.EMA.SWA_EPOCHS
+    if last is not None and (config.MAX_STEPS is not None or last >= config.EPOCHS):
+        raise ConfigError(
+            f"TRAIN.EMA.SWA_EPOCHS: {last} last epochs are averaged; give TRAIN.EPOCHS above that, and no "
+            "TRAIN.MAX_STEPS"
+        )
+    if (last is not None or config.EMA.VALIDATE_RAW) and not config.EMA.ENABLED:
+        raise ConfigError(
+            "TRAIN.EMA.ENABLED: False, but SWA_EPOCHS and VALIDATE_RAW need an average; set it True"
         )
 
 
@@ -179,7 +189,10 @@ def assemble(
     distillation, teacher = build_distillation(model_node, loss_node, data, device)
     with freezing.unfrozen(only_if=freezing.keeps_optimizer_state):
         optimizer = build_optimizer(optimizer_node, model, trainable_parameters(criterion))
-    ema = Ema(model, config.EMA.DECAY, average) if config.EMA.ENABLED else None
+    ema = None
+    if config.EMA.ENABLED:
+        last = config.EMA.SWA_EPOCHS
+        ema = Ema(model, config.EMA.DECAY, average, last and config.EPOCHS - last + 1)
     if ema is not None:
         callbacks["EMA"] = ema
     metrics = ClassificationMetrics(taxonomy).to(device)

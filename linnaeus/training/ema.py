@@ -1,10 +1,11 @@
-"""Exponential moving average of the weights, once per optimizer step."""
+"""Average of the weights, updated by each optimizer step: exponential, or over the last epochs."""
 
 from __future__ import annotations
 
 from copy import deepcopy
 from typing import Any
 
+import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
@@ -18,10 +19,18 @@ class Ema:
         model: without DistributedDataParallel; it is copied.
         decay: decay per optimizer step, reached after a warm-up so that short runs benefit too.
         copy: a copy of the model, where it is sharded and so cannot be copied.
+        equal_from: the epoch, from 1, from which on all steps are averaged equally, in place of `decay`.
+            Before it, the average is a copy.
     """
 
-    def __init__(self, model: nn.Module, decay: float, copy: nn.Module | None = None) -> None:
-        self._source = model
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float,
+        copy: nn.Module | None = None,
+        equal_from: int | None = None,
+    ) -> None:
+        self._source, self._equal_from = model, equal_from
         self._average = _average_of(model, decay, copy)
         self.num_updates = 0
 
@@ -32,6 +41,12 @@ class Ema:
 
     def on_update(self, state: CallbackState | None = None) -> None:
         """Update the average with the model's current weights."""
+        if self._equal_from is not None:
+            self.num_updates += state is None or state.epoch >= self._equal_from
+            decay = 1 - 1 / max(self.num_updates, 1)
+            with torch.no_grad():
+                self._average.apply_update_(self._source, decay)
+            return
         self.num_updates += 1
         self._average.update(self._source, step=self.num_updates)
 

@@ -238,7 +238,7 @@ def build_trainer(
         schedule=Schedule(
             config.SCHEDULE,
             assembly.optimizer,
-            steps_per_epoch=plan.steps_per_epoch,
+            steps_per_epoch=plan.steps_per_epoch[: plan.num_epochs - (train.EMA.SWA_EPOCHS or 0)],
             warmup_steps=plan.warmup_steps,
             batch_size_lr_factor=plan.batch_size_lr_factor,
             metric=train.EARLY_STOPPING.METRIC or assembly.headline,

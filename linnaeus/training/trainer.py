@@ -422,8 +422,8 @@ class Trainer:
         epoch, samples_done = self.progress.epoch, self.progress.samples
         self.loaders.train.set_epoch(epoch, skip=samples_done)
         rest, most = self.plan.rest_of_epoch(epoch, samples_done), None
-        if every := self.config.VALIDATE_EVERY_STEPS:
-            most = 0 if self._is_validation_due else every - self.progress.step % every
+        if self.config.VALIDATE_EVERY_STEPS is not None:
+            most = 0 if self._is_validation_due else self._validation_steps[1]
         steps = (stage for stage in rest for _ in range(stage.num_steps))
         batches = TimedBatches(iter(self.loaders.train), self._add_wait)
         return batches, [*islice(steps, most)][::-1]
@@ -586,15 +586,24 @@ class Trainer:
     @property
     def _is_validation_due(self) -> bool:
         """Whether a validation comes before the next optimizer step."""
-        progress, every_steps = self.progress, self.config.VALIDATE_EVERY_STEPS
+        progress = self.progress
         if progress.validated == progress.step:
             return False
         if self._is_end_of_epoch and progress.current_epoch >= self.plan.num_epochs:
             return True
-        if every_steps is not None:
-            return progress.step % every_steps == 0
+        if self.config.VALIDATE_EVERY_STEPS is not None:
+            return self._validation_steps[0]
         is_due = progress.current_epoch % self.config.VALIDATE_EVERY == 0
         return is_due and self._is_end_of_epoch
+
+    @property
+    def _validation_steps(self) -> tuple[bool, int]:
+        """Whether VALIDATE_EVERY_STEPS asks for a validation now, and the steps until the next one."""
+        progress, every = self.progress, self.config.VALIDATE_EVERY_STEPS or 1
+        if every < 1:
+            return self.plan.parts(progress.epoch, progress.samples, every)
+        done = int(progress.step % every)
+        return done == 0, int(every) - done
 
     @property
     def _is_ranked(self) -> bool:
@@ -616,6 +625,10 @@ class Trainer:
         started = time.perf_counter()
         try:
             values = self._validation_metrics(self.loaders.val)
+            if self.config.EMA.VALIDATE_RAW and values is not None:
+                step = replace(self.assembly.validation_step, model=self.assembly.model)
+                raw = self._validation_metrics(self.loaders.val, step)
+                values = raw and values | {f"raw/{name}": value for name, value in raw.items()}
         except Exception as error:
             if not self._memory.refused(error):
                 raise
@@ -660,10 +673,10 @@ class Trainer:
         progress.rank(score(headline, values[headline]), values["loss"], keep)
 
     def _validation_metrics(
-        self, batches: Collection[Batch] | BatchLoader
+        self, batches: Collection[Batch] | BatchLoader, step: ValidationStep | None = None
     ) -> dict[str, float] | None:
         """Validate on all batches of a split; None on every rank if one was asked to stop."""
-        step, metrics = self.assembly.validation_step, self.assembly.metrics
+        step, metrics = step or self.assembly.validation_step, self.assembly.metrics
         step.model.eval()
         self.assembly.criterion.eval()
         metrics.reset()

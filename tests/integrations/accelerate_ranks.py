@@ -10,11 +10,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from linnaeus.integrations.accelerate import find_batch_size
+from linnaeus.integrations.accelerate import budget_loader, find_batch_size
 from linnaeus.utils.autobatch import auto_find_batch_size
-from tests.helpers.bits import differences
+from tests.helpers.bits import bits, differences
 from tests.helpers.ledger import room
 from tests.helpers.processes import join_as_torchrun
 
@@ -176,6 +177,23 @@ def alive():
     return [in_trials, held[-1]]
 
 
+def within():
+    """The batches of two epochs within a budget, and whether the search has left a trace."""
+    accelerator, (model, optimizer, _) = fresh(gradient_accumulation_steps=2), parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = bits(model.state_dict())
+    samples = [torch.ones(10 + index * 7 % 50, 16) for index in range(200)]
+
+    def loss(model, batch):
+        return model(batch.flatten(0, 1)).sum()
+
+    plain = DataLoader(samples, collate_fn=pad_sequence, num_workers=0)
+    loader = budget_loader(accelerator, model, optimizer, loss, plain, cost=len, max_batch_size=500)
+    same = bits(model.state_dict()) == before
+    shapes = [[tuple(batch.shape[:2][::-1]) for batch in loader] for _ in range(2)]
+    return {"budget": loader.batch_sampler.budget, "shapes": shapes, "same": same}
+
+
 class Broken:
     """A dataset that the last process cannot read."""
 
@@ -217,5 +235,5 @@ def work(rank, folder):
             "alive": alive(),
         }
     )
-    found = {"found": find_first(), "broken": broken(), **own}
+    found = {"found": find_first(), "broken": broken(), "within": within(), **own}
     return {**found, "processes": [fresh().num_processes, num_ranks]}

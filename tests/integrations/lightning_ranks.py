@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from linnaeus.integrations.lightning import AutoBatch
 from tests.helpers.bits import differences
 from tests.helpers.ledger import room
-from tests.integrations.lightning_runs import Bare, Made, Net, data, fit
+from tests.integrations.lightning_runs import COSTS, Bare, Made, Net, Single, data, fit
 
 RANK = 0
 NO_VAL = {"val": False}
@@ -111,7 +111,15 @@ def uneven_data():
     )
 
 
+def budget():
+    """The budget, and the batches of two epochs."""
+    callback = AutoBatch(cost=COSTS, max_batch_size=9)
+    found = fit(Single(), callbacks=[callback], **RANKS)
+    return callback.batch_size, found["sizes"]
+
+
 CASES = {
+    "budget": budget,
     "loaders": lambda: compared(Net, nothing),
     "collectives": lambda: compared(Talkative, nothing, search={"effective_batch_size": 48}),
     "unequal": unequal,

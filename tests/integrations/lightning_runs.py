@@ -15,6 +15,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from linnaeus import BudgetBatchSampler
 from linnaeus.autobatch import nest
 
 NUM_SAMPLES, NUM_VAL, WIDTH, NUM_CLASSES = 96, 30, 16, 4
@@ -89,6 +90,31 @@ class Large(Net):
 
     def loss(self, batch):
         return super().loss(batch) + 1e-3 * self.layer.weight.square().mean()
+
+
+COSTS = [1 + index * 5 % 23 for index in range(NUM_SAMPLES)]
+
+
+class Single(Net):
+    """Takes a batch of one sample."""
+
+    def __init__(self, mib=0.0):
+        super().__init__(mib=mib)
+        self.net[1] = nn.LayerNorm(32)
+
+
+class Within(Single):
+    """Batches within a budget, by hand."""
+
+    def __init__(self, budget, mib=0.0):
+        super().__init__(mib=mib)
+        self.budget = budget
+
+    def train_dataloader(self):
+        ranks = {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
+        sampler = BudgetBatchSampler(COSTS, self.budget, **ranks)
+        sampler.sampler = sampler  # where Lightning sets the epoch
+        return DataLoader(data(), batch_sampler=sampler)
 
 
 class InHyperparameters(Net):

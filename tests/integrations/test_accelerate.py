@@ -36,6 +36,18 @@ def test_a_run_is_the_one_with_the_size_found_by_hand(one, two):
         assert found["sizes"] == [found["size"]]
 
 
+def test_batches_within_a_budget_hold_every_sample_once(one, two):
+    for ranks in ([one], two):
+        parts = [rank["within"] for rank in ranks]
+        assert all(part["same"] and part["budget"] == 500 for part in parts)
+        for epoch in (0, 1):
+            shares = [part["shapes"][epoch] for part in parts]
+            assert len({len(share) for share in shares}) == 1
+            assert sum(rows for share in shares for rows, _ in share) == 200
+            assert all(rows * length <= 500 for share in shares for rows, length in share)
+        assert parts[0]["shapes"][0] != parts[0]["shapes"][1]
+
+
 def test_afterwards_all_processes_are_there_again(one, two):
     assert [found["processes"] for found in (one, *two)] == [[1, 1], [2, 2], [2, 2]]
 

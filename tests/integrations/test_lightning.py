@@ -27,6 +27,7 @@ from tests.helpers.bits import differences
 from tests.helpers.ledger import Ledger, room
 from tests.integrations.lightning_runs import (
     CASES,
+    COSTS,
     WIDTH,
     Bare,
     Data,
@@ -34,6 +35,8 @@ from tests.integrations.lightning_runs import (
     Large,
     Made,
     Net,
+    Single,
+    Within,
     data,
     fit,
     trainer_for,
@@ -446,6 +449,57 @@ def checkpoint(folder, module=None, **options):
 
 
 @pytest.mark.usefixtures("few_timed_steps")
+class Constant(Single):
+    """Without a schedule that ends."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_batches_of_a_cost_are_those_of_the_budget_by_hand(tmp_path, steps):
+    options = {"accumulate_grad_batches": steps}
+    callback = AutoBatch(cost=COSTS, **room(120))
+    found = fit(Single(mib=1.0), callbacks=[callback], **options)
+    result, budget = callback.results["train"], callback.batch_size
+    assert (result.limited_by, result.batch_size) == ("memory", budget)
+    assert max(COSTS) <= budget < sum(COSTS)
+    by_hand = fit(Within(budget, mib=1.0), **options)
+    by_hand["attributes"].pop("budget")
+    assert differences(found, by_hand) == []
+    num_batches = len(found["sizes"]) // 2
+    epochs = found["sizes"][:num_batches], found["sizes"][num_batches:]
+    assert [sum(epoch) for epoch in epochs] == [len(COSTS)] * 2
+    assert epochs[0] != epochs[1], "each epoch has its own batches"
+
+
+def test_a_cost_takes_loaders_that_fit_was_given_and_resumes(tmp_path):
+    given = DataLoader(data(), 4)
+    callback, module = AutoBatch(cost=COSTS, max_batch_size=5), Constant()
+    trainer = trainer_for([callback], max_epochs=1)
+    trainer.fit(module, given)
+    assert max(module.sizes) == 5, "max_batch_size bounds the samples"
+    assert callback.results["train"].limited_by == "dataset"
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    resumed, again = AutoBatch(cost=COSTS), Constant()
+    fit(again, given, callbacks=[resumed], ckpt=tmp_path / "last.ckpt")
+    assert [trial.size for trial in resumed.results["train"].trials] == [callback.batch_size]
+    assert sum(again.sizes) == len(COSTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"effective_batch_size": 8}, ValueError),
+        ({"cost": [0] * len(COSTS)}, ValueError),
+        ({"cost": "length"}, (ValueError, TypeError)),
+    ],
+)
+def test_a_cost_that_cannot_be_is_an_error(options, kind):
+    with pytest.raises(kind):
+        fit(Net(), callbacks=[AutoBatch(**{"cost": COSTS, **options})])
+
+
 def test_a_resumed_run_uses_the_size_of_the_earlier_one(tmp_path):
     """Whatever is fastest."""
     path = checkpoint(tmp_path, max_batch_size=12)

@@ -39,6 +39,14 @@ def test_both_ranks_train_as_with_the_size_by_hand(name, found):
     )
 
 
+def test_both_ranks_share_the_batches_of_a_cost_out(found):
+    (budget, first), (other, second) = (ranks["budget"] for ranks in found)
+    assert budget == other
+    assert len(first) == len(second)
+    assert sum(first) + sum(second) == 2 * 96
+    assert max(first + second) <= 9
+
+
 def test_the_rank_with_less_memory_decides(found):
     first, second = (ranks["unequal"] for ranks in found)
     assert first["size"] == second["size"]

@@ -288,10 +288,12 @@ def test_a_resumed_run_keeps_the_size_of_its_checkpoint(tmp_path):
     assert size_in_checkpoint(str(tmp_path)) is None
 
 
-def test_batches_of_a_budget_of_tokens_hold_every_sample_once(tmp_path):
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_batches_of_a_budget_of_tokens_hold_every_sample_once(tmp_path, strategy):
+    """Resumed within an epoch, or at its end, where it is evaluated."""
     options = {
         "output_dir": str(tmp_path),
-        "save_strategy": "steps",
+        "save_strategy": strategy,
         "save_steps": 3,
         "max_steps": -1,
         "num_train_epochs": 2,
@@ -310,14 +312,14 @@ def test_batches_of_a_budget_of_tokens_hold_every_sample_once(tmp_path):
     epochs = whole.shapes[-2 * num_batches : -num_batches], whole.shapes[-num_batches:]
     assert [sum(rows for rows, _ in epoch) for epoch in epochs] == [200, 200]
     assert epochs[0] != epochs[1]
-    assert whole.state.global_step == whole.state.max_steps == 2 * -(-num_batches // 2)
-    last = max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    for checkpoint in (tmp_path / "checkpoint-3", last):
-        resumed = autobatch(trainer(Recorder, **options), **search, **room(80))
-        resumed.train(resume_from_checkpoint=str(checkpoint))
-        assert resumed.args.per_device_train_batch_size == budget
-        ours, again = left_by(whole), left_by(resumed)
-        assert not {"weights", "moments", "schedule"} & {*differences(ours, again)}
+    num_steps = -(-num_batches // 2)
+    assert whole.state.global_step == whole.state.max_steps == 2 * num_steps
+    step = num_steps if strategy == "epoch" else 3
+    resumed = autobatch(trainer(Recorder, **options), **search, **room(80))
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert resumed.args.per_device_train_batch_size == budget
+    ours, again = left_by(whole), left_by(resumed)
+    assert not {"weights", "moments", "schedule"} & {*differences(ours, again)}
 
 
 @pytest.mark.parametrize(

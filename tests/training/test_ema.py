@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from linnaeus.main import cli
+from linnaeus.metrics import larger_is_better
 from linnaeus.training.ema import Ema
+from tests.helpers.runs import checkpoint_of
+from tests.helpers.small_runs import NAME, assert_same_states, curve, lines_of
+from tests.test_resume import RESUMABLE, interrupted
 
 
 def make_model() -> nn.Module:
@@ -68,3 +73,70 @@ def test_a_restored_average_goes_on_as_if_nothing_had_been() -> None:
         ema.module.state_dict().values(), twin.module.state_dict().values(), strict=True
     ):
         assert torch.equal(a, b)
+
+
+AVERAGED = (
+    *RESUMABLE,
+    "TRAIN.EMA.SWA_EPOCHS=2",
+    "TRAIN.EMA.VALIDATE_RAW=True",
+    "TRAIN.CHECKPOINT_EVERY_STEPS=1",
+    "TRAIN.KEEP_CHECKPOINTS=50",
+)
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("averaged")
+    assert cli([*AVERAGED, f"EXPERIMENT.OUTPUT_DIR={folder}"]) == 0
+    return folder / "plain"
+
+
+def test_the_steps_of_the_last_epochs_are_averaged_equally(averaged):
+    """Of three epochs of 12 steps."""
+    steps = [
+        checkpoint_of(averaged, f"step_{step:08d}.pt")["state"]["model"] for step in range(13, 37)
+    ]
+    average = checkpoint_of(averaged)["state"]["ema"]["module"]
+    for name, value in average.items():
+        torch.testing.assert_close(value, torch.stack([each[name] for each in steps]).mean(0))
+    rates = curve(averaged)[1]
+    assert rates[11] > rates[12] == pytest.approx(0.001), "the schedule ends before these epochs"
+    assert set(rates[12:]) == {rates[12]}
+
+
+def test_the_weights_are_validated_beside_their_average(averaged):
+    lines = lines_of(averaged, "val")
+    same = [line["raw/loss"] == line["loss"] for line in lines]
+    assert same == [True, False, False], "the average is a copy before its first epoch"
+    assert {name for name in lines[0] if name.startswith("raw/")} >= {"raw/loss", "raw/top1/class"}
+    assert not larger_is_better("raw/loss")
+
+
+@pytest.mark.parametrize("after", [50, 150, 230])
+def test_an_average_of_last_epochs_is_resumed_exactly(run, tmp_path, averaged, after):
+    assert run(*AVERAGED, interrupted(after)).code == 130
+    assert run(*AVERAGED).code == 0
+    assert_same_states(tmp_path / "runs/plain", averaged)
+
+
+@pytest.mark.e2e
+def test_ranks_resume_an_average_of_last_epochs_exactly(torchrun, tmp_path):
+    folders = [tmp_path / "runs" / name for name in ("whole", "stopped")]
+    assert torchrun(2, *AVERAGED, f"{NAME}whole").code == 0
+    assert torchrun(2, *AVERAGED, f"{NAME}stopped", interrupted(80)).code != 0
+    assert torchrun(2, *AVERAGED, f"{NAME}stopped").code == 0
+    assert_same_states(*folders)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ("TRAIN.EMA.SWA_EPOCHS=3", "TRAIN.EMA.SWA_EPOCHS"),
+        ("TRAIN.EMA.SWA_EPOCHS=1 TRAIN.MAX_STEPS=30", "TRAIN.EMA.SWA_EPOCHS"),
+        ("TRAIN.EMA.SWA_EPOCHS=1 TRAIN.EMA.ENABLED=False", "TRAIN.EMA.ENABLED"),
+        ("TRAIN.EMA.VALIDATE_RAW=True TRAIN.EMA.ENABLED=False", "TRAIN.EMA.ENABLED"),
+    ],
+)
+def test_an_average_that_cannot_be_is_an_error(run, options, key):
+    outcome = run(*RESUMABLE, *options.split())
+    assert (outcome.code, key in outcome.err) == (2, True), outcome.err

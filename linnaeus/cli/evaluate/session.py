@@ -276,7 +276,8 @@ def _logged(session: Session, data: EvaluationData) -> dict[str, float] | None:
     is_whole = own.DATA.LIMIT_VAL_SAMPLES is None and own.TRAIN.OVERFIT_BATCHES is None
     is_comparable = session.is_own_dataset and not data.num_left_out and is_whole
     was_validated = progress["validated"] == progress["step"]
-    return progress["metrics"] or None if is_comparable and was_validated else None
+    values = {k: v for k, v in progress["metrics"].items() if not k.startswith("raw/")}
+    return values or None if is_comparable and was_validated else None
 
 
 def _output(session: Session, data: EvaluationData, about_data: dict[str, Any]) -> Path:

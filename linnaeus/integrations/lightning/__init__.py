@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,14 +27,15 @@ from linnaeus.autobatch import AutoBatchResult
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
-from linnaeus.autobatch.settings import check_count
+from linnaeus.autobatch.settings import UNBOUNDED, check_count
+from linnaeus.integrations.budget import Cost, Ends, ends_of_loader, search_within
 from linnaeus.integrations.common import (
     checked_options,
     divisor_of,
     find_size,
     warn_of_growth,
 )
-from linnaeus.integrations.lightning.loaders import Loaders, Mode
+from linnaeus.integrations.lightning.loaders import Loaders, Mode, train_within
 from linnaeus.integrations.lightning.steps import (
     TrainStep,
     ValidationStep,
@@ -60,6 +61,9 @@ class AutoBatch(Callback):  # type: ignore[misc]
         effective_batch_size: samples per optimizer step over all ranks. `accumulate_grad_batches` is set
             to what that takes, and the batch size to the largest that fits and divides it.
         make_batch: makes a batch of n samples on the host, in the place of samples of the loaders.
+        cost: makes batches of as much cost as fits, few long samples or many short ones: the name of a
+            column, a function of a sample, or one number for each sample. `batch_size` is then that cost,
+            `max_batch_size` bounds the samples of a batch, and validation keeps its batches.
         **options: further arguments of `auto_find_batch_size`: `memory_limit_gb`, `multiple_of` and others.
 
     Attributes:
@@ -81,6 +85,7 @@ class AutoBatch(Callback):  # type: ignore[misc]
         val_options: Mapping[str, Any] | None = None,
         effective_batch_size: int | None = None,
         make_batch: Callable[[int], Any] | None = None,
+        cost: Cost | None = None,
         **options: Any,
     ) -> None:
         given = {
@@ -92,7 +97,13 @@ class AutoBatch(Callback):  # type: ignore[misc]
         for_val = checked_options("val_options", {**checked, **(val_options or {})})
         if effective_batch_size is not None:
             check_count("effective_batch_size", effective_batch_size)
+            if cost is not None:
+                raise ValueError(
+                    f"effective_batch_size is {effective_batch_size}, but with cost batches differ in their "
+                    "samples; leave one out"
+                )
         self.results: dict[str, AutoBatchResult] = {}
+        self._cost = cost
         self._sizes: dict[str, int] = {}
         self._names = {"train": batch_arg_name, "val": val_batch_arg_name}
         self._val = val
@@ -141,14 +152,16 @@ class AutoBatch(Callback):  # type: ignore[misc]
                 search.run()
             for mode, loaders in search.loaders.items():
                 loaders.set_size(search.sizes.get(mode, search.sizes["train"]))
+            if search.ends is not None:
+                train_within(trainer, search.ends, search.sizes["train"])
         self.results, self._sizes, self._earlier = search.results, search.sizes, {}
         if search.accumulation_steps is not None:
             trainer.accumulate_grad_batches = search.accumulation_steps
         steps, seconds = trainer.accumulate_grad_batches, time.monotonic() - started
-        rank_zero_info(
-            f"AutoBatch: batch size {self.batch_size}, validation {self.val_batch_size or self.batch_size}, "
-            f"accumulate_grad_batches {steps} ({seconds:.1f} s)"
-        )
+        sizes = f"batch size {self.batch_size}, validation {self.val_batch_size or self.batch_size}"
+        if self._cost is not None:
+            sizes = f"batches of {self.batch_size} units of cost"
+        rank_zero_info(f"AutoBatch: {sizes}, accumulate_grad_batches {steps} ({seconds:.1f} s)")
 
 
 @dataclass
@@ -160,6 +173,7 @@ class _Search:
         results: of each mode that was searched.
         sizes: by mode; `val` is missing where it shares the size of training, or is not searched.
         accumulation_steps: what `accumulate_grad_batches` becomes; None leaves it alone.
+        ends: the batches that need most memory at a cost; None without one.
     """
 
     callback: AutoBatch
@@ -170,6 +184,7 @@ class _Search:
     results: dict[str, AutoBatchResult] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     accumulation_steps: int | None = None
+    ends: Ends | None = None
 
     def __post_init__(self) -> None:
         self._earlier = of_main(self.control, self.callback._earlier)
@@ -184,6 +199,9 @@ class _Search:
         name, val_name = callback._names["train"], callback._names["val"]
         effective, options = callback._effective_batch_size, callback._options
         self._check()
+        if callback._cost is not None:
+            self._find_budget(callback._cost)
+            return
         train = self._look_at("train", name)
         if not train.follow:
             raise AutoBatchError(
@@ -224,6 +242,34 @@ class _Search:
             before = train.size_before * self._num_batches
             warn_of_growth(before, size * self._num_batches)
         self.sizes["train"] = size
+
+    def _find_budget(self, cost: Cost) -> None:
+        trainer, options = self.trainer, self.callback._options["train"]
+        given = trainer.fit_loop._data_source.dataloader()
+        ends = self.ends = ends_of_loader(given, cost, options["max_batch_size"])
+        self._state = set_up_optimizers(trainer)
+        trainer.accumulate_grad_batches = min(self._num_batches, 2)
+        step, total = TrainStep(trainer), int(ends.costs.sum())
+
+        def run(budget: int) -> None:
+            for indices in ends.indices(budget):
+                step((partial(self._batches, indices), -(-total // budget)))
+
+        self.results["train"] = search_within(
+            ends,
+            run,
+            {**options, "max_batch_size": UNBOUNDED},
+            self._earlier.get("train"),
+            "the run that is resumed",
+            control=self.control,
+            state=self._state,
+            device=trainer.strategy.root_device,
+        )
+        self.sizes["train"] = self.results["train"].batch_size
+
+    def _batches(self, indices: list[int]) -> Iterator[tuple[Any, int]]:
+        assert self.ends is not None
+        yield self.ends.batch(indices), 0
 
     def _look_at(self, mode: Mode, name: str) -> Loaders:
         callback = self.callback

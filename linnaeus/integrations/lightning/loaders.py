@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.integrations.budget import Ends, with_budget
 from linnaeus.integrations.samples import Largest, copied, shapes_in
 
 PROBE = 3
@@ -184,3 +185,23 @@ class Loaders:
                 )
         combined = CombinedLoader(given, "sequential")
         return combined, [loader.batch_size for loader in combined.flattened]
+
+
+class _OwnShare:
+    """A loader of this rank's batches, which is no `DataLoader`: Lightning would divide that once more."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader, self.sampler = loader, loader.batch_sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._loader  # draws when it is read: Lightning calls `iter` once more, as a check
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+def train_within(trainer: Trainer, ends: Ends, budget: int) -> None:
+    """Let this `fit` train on its loader with batches within a budget."""
+    source: Any = trainer.fit_loop._data_source
+    ranks = {"num_replicas": trainer.world_size, "rank": trainer.global_rank}
+    source.instance = _OwnShare(with_budget(source.dataloader(), ends, budget, **ranks))

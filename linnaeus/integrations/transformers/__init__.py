@@ -22,6 +22,7 @@ from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.settings import check_choice, check_count, kind_of
+from linnaeus.integrations.budget import search_within
 from linnaeus.integrations.common import (
     checked_options,
     divisor_of,
@@ -274,18 +275,15 @@ class _Search:
             def step(batch: Any) -> None:
                 steps.train(steps.batches(batch, int(args.gradient_accumulation_steps)))
 
-            return find_size(
+            return search_within(
+                ends,
                 partial(ends.run, step),
-                lambda budget: budget,
-                {**self.options[mode], "min_batch_size": ends.least},
+                self.options[mode],
                 earlier,
                 "the run that is resumed",
                 control=control,
-                looks=[],
                 state=steps.state,
                 device=args.device,
-                bounds={"dataset": ends.most},
-                unit=self.budget,
             )
 
     def _divisor(self, effective: int, largest: int, epoch: int | None = None) -> int:

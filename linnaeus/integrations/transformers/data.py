@@ -5,21 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import ConcatDataset
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.result import Mode
-from linnaeus.integrations.budget import BudgetBatchSampler, Ends, costs_of
+from linnaeus.integrations.budget import Ends, costs_of, with_budget
 from linnaeus.integrations.samples import Largest, is_read_by_index
 
 _LOADING = ("num_workers", "prefetch_factor", "pin_memory")
-_LOADER = (
-    *_LOADING,
-    "collate_fn",
-    "worker_init_fn",
-    "persistent_workers",
-    "multiprocessing_context",
-)
 
 
 def trial_data(
@@ -85,18 +78,9 @@ def ends_of(trainer: Any) -> Ends:
 def budget_loader(trainer: Any, ends: Ends, budget: int) -> Any:
     """The trainer's loader, with batches within a budget that every rank takes by itself."""
     loader, args = type(trainer).get_train_dataloader(trainer), trainer.args
-    sampler = BudgetBatchSampler(
-        ends.costs,
-        budget,
-        padded=ends.padded,
-        seed=args.seed if args.data_seed is None else args.data_seed,
-        num_replicas=args.world_size,
-        rank=args.process_index,
-    )
-    # Where accelerate looks for `set_epoch` after it has skipped batches.
-    sampler.sampler = sampler  # type: ignore[attr-defined]
-    own = {name: getattr(loader, name) for name in _LOADER}
-    plain = DataLoader(loader.dataset, batch_sampler=sampler, **own)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    ranks = {"num_replicas": args.world_size, "rank": args.process_index}
+    plain = with_budget(loader, ends, budget, seed=seed, **ranks)
     # The ranks have shared the batches out.
     return prepare_data_loader(
         plain, args.device, num_processes=1, process_index=0, put_on_device=True

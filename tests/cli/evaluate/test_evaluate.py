@@ -40,6 +40,7 @@ BIRDS = (
     "DATA.DATASET.VAL_FRACTION=0.3",
     "TRAIN.EMA.ENABLED=True",
     "TRAIN.EMA.DECAY=0.8",
+    "TRAIN.EMA.VALIDATE_RAW=True",
     "TRAIN.AMP=bf16",
 )
 
@@ -70,7 +71,7 @@ def logged(run_folder):
     return {
         name: value
         for name, value in last.items()
-        if name not in ("step", "epoch", "split", "time")
+        if name not in ("step", "epoch", "split", "time") and not name.startswith("raw/")
     }
 
 

@@ -1,0 +1,91 @@
+"""`linnaeus average`: the last checkpoints of a run as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from linnaeus.cli.parser import CommandParser, RunOptions, option, read_count
+from linnaeus.config.schema import Config
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.files import CONFIG
+from linnaeus.runtime.signals import StopRequest
+
+
+@dataclass
+class AverageOptions(RunOptions):
+    """How many checkpoints to average, and where."""
+
+    checkpoint: str | None = field(default=None)  # no option: `last` says which
+    last: int = option(
+        "checkpoints to average, the newest ones; 1 takes the statistics of BatchNorm anew; default 5",
+        "N",
+        read_count,
+        5,
+    )
+    device: str = option("auto, cpu, cuda, cuda:1, ...", "DEVICE", default="auto")
+
+
+def read(argv: Sequence[str]) -> tuple[AverageOptions, Config]:
+    """Read the tokens after `average`: the arguments of `run`.
+
+    Raises:
+        ConfigError: lists everything that is wrong.
+    """
+    from linnaeus.config.instantiate import check_targets, targets
+    from linnaeus.config.load import load_config, read_run_config
+
+    options, words, problems = PARSER.words(argv)
+    problems += [f"RUN: name one run, and not {word} too" for word in words]
+    file = options.run / CONFIG
+    if not problems and not file.is_file():
+        problems.append(f"RUN: {options.run} is no folder of a run: it has no {CONFIG}")
+    if problems:
+        raise ConfigError(problems)
+    config = load_config([], read_run_config(file)).config
+    check_targets(
+        dict(targets(config.DATA.DATASET, ("DATA", "DATASET")))
+        | dict(targets(config.DATA.AUGMENT.TRAIN, ("DATA", "AUGMENT", "TRAIN"))),
+        file,
+        trust_code=options.trust_code,
+    )
+    return options, config
+
+
+def run(options: AverageOptions, config: Config) -> int:
+    """Average the checkpoints and say which; returns the exit code: 0.
+
+    Raises:
+        LinnaeusError: something that the user can mend; the message says how.
+    """
+    from linnaeus.inference.average import average_checkpoints
+    from linnaeus.runtime.distributed import World, resolve_device
+
+    with StopRequest().listening():
+        world = World(resolve_device(options.device))
+        path, files = average_checkpoints(
+            options.run, options.last, config, world, trust_code=options.trust_code
+        )
+    print(f"{path}: the average of {', '.join(file.name for file in files)}")
+    print(f"linnaeus evaluate {options.run} --checkpoint {path.name}")
+    return 0
+
+
+PARSER = CommandParser(
+    "average",
+    AverageOptions,
+    words="RUN [options]",
+    description="""\
+Averages the weights of a run's last checkpoints, which often predicts better than each of them, and writes
+RUN/checkpoints/average.pt. TRAIN.KEEP_CHECKPOINTS keeps the checkpoints during training. The statistics of
+BatchNorm are measured anew, in one epoch of the training data.
+""",
+    details="""\
+examples:
+  linnaeus average runs/birds
+  linnaeus average runs/birds --last 3 --device cuda
+  linnaeus average runs/birds --last 1
+
+exit codes: 0 done, 1 a checkpoint or the data cannot be read, 2 option, 130 Ctrl-C, 143 SIGTERM
+""",
+)
