@@ -4,8 +4,6 @@
 with 1 if one survives.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -241,12 +239,12 @@ MUTANTS = (
 )
 
 
-def main(words: list[str]) -> int:
+def main(words):
     """Try each mutant, and say which test kills it; then see that these tests pass without it."""
     chosen = [
         mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)
     ]
-    killers: set[str] = set()
+    killers = set()
     survivors = 0
     for mutant in chosen:
         killer = first_failure(mutant.tests.split(), mutant)
@@ -260,7 +258,7 @@ def main(words: list[str]) -> int:
     return 1 if survivors or broken else 0
 
 
-def first_failure(tests: list[str], mutant: Mutant | None = None) -> str | None:
+def first_failure(tests, mutant=None):
     """The first of the tests that fails in a copy, with the mistake; None if none does."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"

@@ -1,11 +1,8 @@
 """Weights & Biases through its real client, offline, and what lies in the file that it records."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +12,6 @@ import pytest
 from linnaeus.config.schema import ExperimentConfig
 from linnaeus.training.tracking import Tracker, start_tracking
 from tests.helpers import forks
-from tests.helpers.forks import Outcome
 from tests.helpers.runs import wait_until
 
 PROGRAM = """
@@ -55,7 +51,7 @@ psutil.wait_procs(children)
 Record = Any
 
 
-def record(folder: Path, program: str = PROGRAM, **environment: str) -> Outcome:
+def record(folder, program=PROGRAM, **environment):
     """Run the program as on a machine that has never seen W&B: no key, no mode, an empty home."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     for name in ("HOME", "USERPROFILE"):
@@ -68,7 +64,7 @@ def record(folder: Path, program: str = PROGRAM, **environment: str) -> Outcome:
     return outcome
 
 
-def read(path: Path) -> Iterator[Record]:
+def read(path):
     """The records of a .wandb file, which is a LevelDB log: blocks of 32 KiB with records in pieces."""
     from wandb.proto.wandb_internal_pb2 import Record as Message
 
@@ -88,11 +84,11 @@ def read(path: Path) -> Iterator[Record]:
             pieces = b""
 
 
-def recorded(folder: Path) -> list[Record]:
+def recorded(folder):
     """The records of a run; the client may still be writing the last ones."""
-    run: list[Record] = []
+    run = []
 
-    def is_complete() -> bool:
+    def is_complete():
         [path] = folder.glob("logs/wandb/offline-run-*/*.wandb")
         run[:] = read(path)
         return bool(of_kind(run, "exit"))
@@ -101,17 +97,17 @@ def recorded(folder: Path) -> list[Record]:
     return run
 
 
-def items(entries: Any) -> dict[str, Any]:
+def items(entries):
     return {
         entry.key or "/".join(entry.nested_key): json.loads(entry.value_json) for entry in entries
     }
 
 
-def of_kind(run: list[Record], kind: str) -> list[Any]:
+def of_kind(run, kind):
     return [getattr(entry, kind) for entry in run if entry.HasField(kind)]
 
 
-def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path):
     tracker = start_tracking(ExperimentConfig(), run_id="a", folder=tmp_path / "a", config={})
     assert type(tracker) is Tracker
     tracker.log({"loss": 1.0}, step=1)
@@ -123,8 +119,8 @@ def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) 
 
 @pytest.mark.e2e
 def test_a_run_without_a_key_is_recorded_offline_with_metrics_tables_and_summary(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     folder, outcome = tmp_path, record(tmp_path)
     [run_folder] = (folder / "logs/wandb").glob("offline-run-*")
     assert outcome.err.splitlines()[1].endswith(f"wandb sync {run_folder.relative_to(folder)}")
@@ -156,7 +152,7 @@ def test_a_run_without_a_key_is_recorded_offline_with_metrics_tables_and_summary
             "columns": ["batch_size", "status", "peak_bytes"],
             "data": [[64, "fits", 2**33], [128, "oom", None]],
         }
-    summary: dict[str, Any] = {}
+    summary = {}
     for entry in of_kind(run, "summary"):
         summary |= items(entry.update)
     assert summary["autobatch/train_batch_size"] == summary["autobatch/val_batch_size"] == 64
@@ -166,7 +162,7 @@ def test_a_run_without_a_key_is_recorded_offline_with_metrics_tables_and_summary
 
 
 @pytest.mark.slow
-def test_a_signal_to_all_processes_ends_the_record_but_not_the_run(tmp_path: Path) -> None:
+def test_a_signal_to_all_processes_ends_the_record_but_not_the_run(tmp_path):
     assert LATE in PROGRAM
     outcome = record(tmp_path, program=PROGRAM.replace(LATE, END_CHILDREN + LATE))
     assert len(outcome.err.splitlines()) == 3
@@ -185,13 +181,13 @@ def test_a_signal_to_all_processes_ends_the_record_but_not_the_run(tmp_path: Pat
     ],
     ids=["bad key", "no network"],
 )
-def test_a_server_that_cannot_be_reached_or_used_means_offline(tmp_path: Path, key: str) -> None:
+def test_a_server_that_cannot_be_reached_or_used_means_offline(tmp_path, key):
     outcome = record(tmp_path, WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
     run = recorded(tmp_path)
     assert items(of_kind(run, "history")[-1].item)["train/loss"] == 1.0
     assert "wandb sync" in outcome.err
 
 
-def test_a_mode_from_the_environment_is_respected(tmp_path: Path) -> None:
+def test_a_mode_from_the_environment_is_respected(tmp_path):
     record(tmp_path, WANDB_MODE="disabled")
     assert not [*tmp_path.glob("logs/wandb/offline-run-*")]

@@ -1,7 +1,5 @@
 """A user's model that goes wrong where the environment variable FAULT says, in real ways."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -3,8 +3,6 @@
 A process runs all of them, as `work` of `tests.helpers.processes.compute`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import itertools
@@ -253,7 +251,7 @@ def group_of_one(rank):
 class Scaled:
     """What a hook that is a method keeps."""
 
-    def hook(self, _, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+    def hook(self, _, bucket):  # torch compares annotations
         return halved_allreduce(None, bucket)
 
 
@@ -321,7 +319,7 @@ class WithoutUnused(Net):
         del self.never, self.sometimes
 
 
-def halved_allreduce(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+def halved_allreduce(_, bucket):  # torch compares annotations
     """A communication hook that training cannot do without."""
     summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return summed.then(lambda future: future.value()[0] / 4)
@@ -410,7 +408,7 @@ def the_hooks_of_a_wrapper_run_in_a_joint_step_and_count(rank):
         size = 1
         wrapper = DistributedDataParallel(Residual(64))
 
-        def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+        def hook(_, bucket):  # torch compares annotations
             mib = size * mib_per_sample if rank else 0  # noqa: B023
             calls.append(torch.ones(mib * MIB // 4).numel())  # noqa: B023
             return halved_allreduce(None, bucket)
@@ -450,7 +448,7 @@ def an_error_in_a_joint_step_of_a_wrapper_is_raised_on_all(rank):
                 failures.append(here)  # noqa: B023
                 raise KeyError("broken")
 
-        def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+        def hook(_, bucket):  # torch compares annotations
             fail("hook")
             return halved_allreduce(None, bucket)
 
@@ -891,7 +889,7 @@ def search_until_one_fails_within_a_collective(rank, folder):
     heartbeat.BEAT_S = 0.05
     wrapper = DistributedDataParallel(Residual(64))
 
-    def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+    def hook(_, bucket):  # torch compares annotations
         op = dist.ReduceOp.BAND if rank else dist.ReduceOp.SUM  # of floats there is none
         return dist.all_reduce(bucket.buffer(), op, async_op=True).get_future()
 

@@ -4,8 +4,6 @@ A run is the real one, on a CUDA device. Each of its phases has the peak that th
 promised for it and the peak that the allocator reached.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`find_budget` and `BudgetBatchSampler`: batches by tokens, pixels or nodes."""
 
-from __future__ import annotations
-
 from itertools import chain, islice
 
 import pytest

@@ -1,7 +1,5 @@
 """What runs before collectives of a group that communicates nothing; real groups are in test_group."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

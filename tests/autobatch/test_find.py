@@ -1,7 +1,5 @@
 """`auto_find_batch_size` as a library, on plain PyTorch loops."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -210,11 +208,9 @@ def test_a_cache_that_is_full_is_no_leak(num_kept):
 
 
 @pytest.mark.parametrize(("num_kept", "is_said"), [(1, False), (8, True)])
-def test_the_last_batch_alone_is_no_growth(
-    num_kept: int, is_said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_last_batch_alone_is_no_growth(num_kept, is_said, caplog):
     """A cache of several batches is."""
-    last: deque[Tensor] = deque([torch.empty(1, WIDTH)], num_kept)
+    last = deque([torch.empty(1, WIDTH)], num_kept)
     find_on_cpu(lambda batch: last.append(batch), make_batch, **room(100))
     assert any(record.levelname == "WARNING" for record in caplog.records) == is_said
 

@@ -1,7 +1,5 @@
 """Ranks that search together: real processes, started once for the bodies of tests in `group_ranks`."""
 
-from __future__ import annotations
-
 import json
 import os
 

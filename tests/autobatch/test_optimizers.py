@@ -1,7 +1,5 @@
 """Every optimizer of timm trains after a search as without one."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections import deque
@@ -179,7 +177,7 @@ class Keeping(torch.optim.SGD):
         self.numpy = np.random.default_rng(3)
         self.nest = {"pair": ([0.0], 1), "past": deque(maxlen=3)}
 
-    def step(self, closure=None):  # type: ignore[override]
+    def step(self, closure=None):
         super().step(closure)
         self.count += 1
         self.nest["pair"][0][0] += 1.0
@@ -206,7 +204,7 @@ class Hybrid(torch.optim.Optimizer):
             "vectors": torch.optim.Adagrad(vectors),
         }
 
-    def step(self, closure=None):  # type: ignore[override]
+    def step(self, closure=None):
         for optimizer in self.inner.values():
             optimizer.step()
 
@@ -269,7 +267,7 @@ def test_lbfgs_is_measured_with_a_full_history():
                 step if mode == "train" else model,
                 lambda n: torch.randn(n, 256),
                 state=(model, optimizer),
-                mode=mode,  # type: ignore[arg-type]
+                mode=mode,
                 max_batch_size=1,
                 steps_per_trial=1,
                 device="cpu",

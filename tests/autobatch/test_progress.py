@@ -1,7 +1,5 @@
 """What is seen of a search while it runs: events, log lines, and rows on a terminal."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

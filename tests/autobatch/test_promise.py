@@ -5,8 +5,6 @@ several times what a step adds. The growth of training is that of its tensors, w
 tolerance is small; sizes that are 5 and 10 % too large are outside it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import itertools

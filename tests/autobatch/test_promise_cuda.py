@@ -1,7 +1,5 @@
 """What a search promises holds in a whole run on a CUDA device: training, validation, and after resuming."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The exchange of results over a real store, with threads or a script as ranks; processes: test_ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """AutoBatch under torchrun, with real processes and faults; more is in test_group and test_cluster."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`longest`: the samples that make the worst batch."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import random
@@ -69,7 +67,7 @@ def test_stored_lengths_save_the_reading():
     assert column.read == named.read == sequence.read == [1, 3]
     subset = Subset(Columns(lengths), [4, 0, 3])
     assert indices(longest(subset, 2)) == [3, 4]
-    assert subset.dataset.read == [3, 4]  # type: ignore[attr-defined]
+    assert subset.dataset.read == [3, 4]
 
 
 def test_without_them_each_sample_is_read_once_and_few_are_kept():
@@ -84,7 +82,7 @@ def test_without_them_each_sample_is_read_once_and_few_are_kept():
             nonlocal most, reads
             for index in range(500):
                 sample = Sample([index] * (index % 100))
-                sample.__class__.__hash__ = object.__hash__  # type: ignore[method-assign]
+                sample.__class__.__hash__ = object.__hash__
                 alive.add(sample)
                 reads += 1
                 most = max(most, len(alive))
@@ -223,7 +221,7 @@ def test_a_batch_without_a_tensor_and_one_of_random_size_are_refused():
     }
     for text, (dataset, collate) in refused.items():
         with pytest.raises(AutoBatchError, match=f"{text}.*; ask"):
-            Largest(dataset, collate, remedy="ask")  # type: ignore[arg-type]
+            Largest(dataset, collate, remedy="ask")
 
 
 def test_a_large_dataset_is_looked_at_in_part_and_the_rest_estimated():
@@ -279,9 +277,9 @@ def test_memory_maps_are_not_copied(tmp_path):
     mapped = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(4, 8))
     assert copied(mapped) is mapped
     module = torch.nn.Linear(1, 1)
-    module.images, module.mean = mapped, np.zeros(3)  # type: ignore[assignment]
+    module.images, module.mean = mapped, np.zeros(3)
     snapshot = Snapshot([module], torch.device("cpu"))
-    mapped[0], module.mean[0] = 1, 1  # type: ignore[index]
+    mapped[0], module.mean[0] = 1, 1
     snapshot.restore()
     assert mapped[0, 0] == 1
-    assert module.mean[0] == 0, "a small array of one's own is"  # type: ignore[index]
+    assert module.mean[0] == 0, "a small array of one's own is"

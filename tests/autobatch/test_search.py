@@ -380,7 +380,7 @@ def test_a_limit_without_rising_peaks_takes_few_trials(max_size):
     """As many as the logarithm of the number of answers, the first trial and that of the bound."""
     trials = []
     for limit in range(1, max_size):
-        device = Device(lambda n, limit=limit: n if n <= limit else 10**10, 10**9)  # type: ignore[misc]
+        device = Device(lambda n, limit=limit: n if n <= limit else 10**10, 10**9)
         result = find(device, budget_bytes=10**9, max_size=max_size, tolerance=0.01)
         assert result.size is not None
         assert limit / 1.01 <= result.size <= limit

@@ -1,7 +1,5 @@
 """After `restore` every bit is what it was, in the objects that everybody else refers to."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random
@@ -43,7 +41,7 @@ class Net(nn.Module):
     def forward(self, x):
         hidden = self.inner(x) + self.embedding(x) + self.tied(x)
         hidden = hidden + self.low(hidden.to(torch.bfloat16)).float()
-        return self.output(hidden)  # type: ignore[no-any-return]
+        return self.output(hidden)
 
 
 def step(model, *optimizers):
@@ -329,12 +327,12 @@ def test_parameters_that_only_an_optimizer_holds_come_back():
 def test_without_the_optimizers_what_they_and_attributes_hold_stays():
     """As between training and a validation that is measured beside it."""
     model = Net()
-    model.calls = 0  # type: ignore[assignment]
+    model.calls = 0
     optimizer = torch.optim.AdamW(model.parameters())
     before = bits_of_module(model)
     snapshot = Snapshot([model, optimizer], CPU)
     step(model, optimizer)
-    model.calls = 1  # type: ignore[assignment]
+    model.calls = 1
     trained = bits_of_optimizer(optimizer)
     with torch.inference_mode():
         model(torch.ones(2, 6))

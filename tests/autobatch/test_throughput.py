@@ -1,7 +1,5 @@
 """Which of the sizes that fit is fast enough, on curves of known shape and in real runs."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Trials of real models, in the memory of this very process."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -415,8 +413,8 @@ def test_the_traceback_of_a_failed_trial_keeps_nothing_alive(wraps):
 
 
 @pytest.mark.parametrize("mib", [50, 200])
-def test_a_size_whose_error_the_step_catches_does_not_fit(mib: int) -> None:
-    def step(batch: Tensor) -> None:
+def test_a_size_whose_error_the_step_catches_does_not_fit(mib):
+    def step(batch):
         with contextlib.suppress(MemoryError):
             torch.empty(mib * MIB // 4)
 
@@ -468,9 +466,9 @@ def test_buffers_steer_each_trial_as_the_first_one():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(batch):
-        start = int(model.pointer)  # type: ignore[operator]
+        start = int(model.pointer)
         assert start + len(batch) <= 300
-        model.pointer += len(batch)  # type: ignore[operator]
+        model.pointer += len(batch)
         training_step(model, optimizer)(batch)
 
     runner = make_runner(step, samples, model, optimizer, num_steps=1)

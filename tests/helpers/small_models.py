@@ -1,11 +1,7 @@
 """Small models: those of timm for two levels of a taxonomy, and a point."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
@@ -19,14 +15,14 @@ TWO_LEVELS = Taxonomy(
 
 
 def built(
-    name: str = "test_resnet",
+    name="test_resnet",
     *,
-    taxonomy: Taxonomy = TWO_LEVELS,
-    seed: int = 0,
-    in_chans: int = 3,
-    img_size: tuple[int, int] = (32, 32),
-    **changes: Any,
-) -> tuple[HierarchicalClassifier, str]:
+    taxonomy=TWO_LEVELS,
+    seed=0,
+    in_chans=3,
+    img_size=(32, 32),
+    **changes,
+):
     """A model with the weights of a seed, and the line about its weights."""
     torch.manual_seed(seed)
     model, line = build_model(
@@ -36,7 +32,7 @@ def built(
     return model, line
 
 
-def build(name: str = "test_resnet", **options: Any) -> HierarchicalClassifier:
+def build(name="test_resnet", **options):
     """The model alone, of larger images; options as for `built`."""
     return built(name, **{"img_size": (64, 64), **options})[0]
 
@@ -44,13 +40,13 @@ def build(name: str = "test_resnet", **options: Any) -> HierarchicalClassifier:
 class Point(nn.Module):
     """The distance of a parameter at 0 to each sample, [B, 4]."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.zeros(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.w - x
 
 
-def half_square(outputs: Tensor, _: Tensor) -> Tensor:
+def half_square(outputs, _):
     return outputs.square().sum(dim=1).mean() / 2

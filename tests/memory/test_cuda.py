@@ -1,7 +1,5 @@
 """The memory of a CUDA device, and searches under it."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import logging
@@ -230,7 +228,7 @@ def test_a_run_on_the_device_finds_its_sizes_and_trains_with_them(run, tmp_path)
     assert found["environment"]["device"].startswith("cuda")
     assert found["environment"]["device_name"] == torch.cuda.get_device_name(GPU)
     for mode in ("train", "val"):
-        result = AutoBatchResult.from_dict(mode, found[mode])  # type: ignore[arg-type]
+        result = AutoBatchResult.from_dict(mode, found[mode])
         assert result.certified
         assert 0 < result.peak_bytes <= result.budget_bytes < result.total_bytes
     assert torch.cuda.get_per_process_memory_fraction(GPU) == 1.0

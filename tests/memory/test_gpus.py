@@ -1,7 +1,5 @@
 """Names of GPUs."""
 
-from __future__ import annotations
-
 import pytest
 
 from linnaeus.autobatch.predict.gpus import BASE_MIB, GIB, GPUS, find_gpu

@@ -1,7 +1,5 @@
 """What a process holds on the host, its budget, and the cap."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 

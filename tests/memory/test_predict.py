@@ -1,7 +1,5 @@
 """Predictions from two traces: that they are what a direct trace gives, and what is asked of them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Predictions of sharded models in a job: one in use is predicted like one on `meta`, and stays as it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

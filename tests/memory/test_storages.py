@@ -1,7 +1,5 @@
 """Which storages the tracer reports, and when."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

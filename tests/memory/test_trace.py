@@ -1,7 +1,5 @@
 """What a trace on `meta` records of a step."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools
@@ -104,7 +102,7 @@ def checkpointed():
 
     def forward(x, w):
         with torch.autocast("cuda", torch.bfloat16):
-            return checkpoint(functional.linear, x, w, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(functional.linear, x, w, use_reentrant=False)
 
     return run(forward, (8, 100), (10, 100))
 
@@ -365,7 +363,7 @@ def test_float16_with_a_scaler_takes_the_optimizer_step_and_a_second_trace_start
     with torch.device(device):
         model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    scaler = torch.amp.GradScaler("meta")  # type: ignore[arg-type]
+    scaler = torch.amp.GradScaler("meta")
     step = framework_step(
         model,
         optimizer=optimizer,
@@ -478,7 +476,7 @@ def cut(x, labels):
 
 
 def counted_on_host(x, labels):
-    return x[: labels.cpu().sum().item()] if labels.tolist()[0] == 0 else x  # type: ignore[misc]
+    return x[: labels.cpu().sum().item()] if labels.tolist()[0] == 0 else x
 
 
 def changed(x, labels):

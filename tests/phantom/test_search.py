@@ -1,7 +1,5 @@
 """Searches on phantom GPUs: what a trial does, where sizes fail, several cards, settings of the allocator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
