@@ -8,8 +8,6 @@ import sys
 import tomllib
 from importlib.util import find_spec
 
-import pytest
-
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
 
@@ -195,18 +193,3 @@ def test_the_page_has_the_graph_of_the_present_imports():
     assert f"{TOOL['BEGIN']}{TOOL['drawing']()}{TOOL['END']}" in page, (
         "run `python tools/draw_architecture.py --write`"
     )
-
-
-def test_the_graph_has_parts_and_no_arrow_that_a_longer_path_implies(tmp_path):
-    package = tmp_path / "linnaeus"
-    (package / "data").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "errors.py").write_text("import os\n")
-    (package / "data" / "__init__.py").write_text("from linnaeus.errors import Error\n")
-    (package / "data" / "loader.py").write_text("def f():\n    from linnaeus import data, log\n")
-    (package / "log.py").write_text("import linnaeus.errors\n")
-    graph = {"errors": set(), "data": {"errors", "log"}, "log": {"errors"}}
-    assert TOOL["read_graph"](package) == graph
-    assert TOOL["without_detours"](graph) == graph | {"data": {"log"}}
-    with pytest.raises(ValueError, match="a, b"):
-        TOOL["without_detours"]({"a": {"b"}, "b": {"a"}, "c": {"a"}})

@@ -48,25 +48,6 @@ def less_data(data):
     return data
 
 
-@pytest.mark.e2e
-def test_the_digits_are_written_as_nested_folders_and_rare_ones_are_left_out(data):
-    """Of rare digits a tenth of the training images is written. This test comes before images are removed."""
-    files = [file.relative_to(data / "digits").parts for file in (data / "digits").rglob("*.png")]
-    assert len(files) == 1797
-    assert {split for split, *_ in files} == {"train", "val"}
-    assert len({(shape, digit) for _, shape, digit, _ in files}) == 10  # each digit has one shape
-    assert 0.19 < sum(split == "val" for split, *_ in files) / 1797 < 0.21
-    rare = [
-        file.relative_to(data / "digits_rare").parts
-        for file in (data / "digits_rare").rglob("*.png")
-    ]
-    for split, shape, digit in {file[:3] for file in files}:
-        whole, found = (
-            sum(one[:3] == (split, shape, digit) for one in group) for group in (files, rare)
-        )
-        assert found == (whole // 10 if split == "train" and digit in RARE else whole) > 0
-
-
 def header_of(config):
     header = re.match(r"(#.*\n)+", config.read_text())
     assert header

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from linnaeus.config.schema import AugmentConfig, DatasetConfig, LossConfig
@@ -160,26 +159,6 @@ def asymmetric(logits, targets):
     low = (p - 0.05).clamp_min(0)
     of_positive, of_negative = (1 - p) * p.log(), low**4 * (1 - low).log()
     return -torch.where(targets == 1, of_positive, of_negative).sum()
-
-
-class OlderLoss(nn.Module):
-    """The signature and the result of timm 1.0.15 to 1.0.26: no `reduction`, always a sum."""
-
-    def __init__(self, gamma_neg=4, gamma_pos=1, clip=0.05):
-        super().__init__()
-
-    def forward(self, logits, targets):
-        return asymmetric(logits, targets)
-
-
-@pytest.mark.parametrize("is_older", [False, True])
-def test_the_asymmetric_loss_with_any_timm(monkeypatch, is_older):
-    if is_older:
-        monkeypatch.setattr("linnaeus.training.losses.AsymmetricLossMultiLabel", OlderLoss)
-    logits = torch.randn(len(TARGETS), 3, generator=torch.Generator().manual_seed(0))
-    targets = (TARGETS > 0).float()
-    found = build_loss(LossConfig(NAME="asymmetric"), INDEX.taxonomy)(logits, targets)
-    torch.testing.assert_close(found, asymmetric(logits, targets) / logits.numel())
 
 
 @pytest.mark.parametrize("name", ["bce", "asymmetric"])

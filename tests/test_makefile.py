@@ -54,10 +54,3 @@ def test_the_floor_installs_with_the_lower_bounds(folder):
     assert f"tools/lower_bounds.py > {file}" in shown
     assert shown.count(f"--constraint {file}") == 2
     assert "--constraint" not in commands(folder, "test")
-
-
-def test_a_python_that_is_missing_is_named_not_an_error(folder):
-    shown = commands(folder, "test-newest", "NEWEST_PYTHON=no-such-python")
-    assert shown.splitlines()[-1].count("no-such-python") == 1
-    assert "pytest" not in shown
-    assert "pytest" in commands(folder, "test-newest", f"NEWEST_PYTHON={sys.executable}")

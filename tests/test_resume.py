@@ -8,7 +8,6 @@ import torch
 
 from linnaeus.config.schema import SCHEDULES, ScheduleConfig
 from linnaeus.runtime.errors import DataError
-from linnaeus.runtime.run_folder import read_state
 from linnaeus.training.schedule import lr_factor
 from tests.helpers.runs import SMALL, assert_same_bits, checkpoint_of, weights
 from tests.helpers.small_runs import NAME, PLAIN, Clusters, curve, lines_of, validations_of
@@ -352,23 +351,6 @@ def test_renamed_classes_are_refused_on_resuming(run, tmp_path):
     assert "family, kind" in refused.err
     assert files_of(tmp_path / "runs") == before
     assert run(*SMALL, names[0], "TRAIN.AUTO_RESUME=True").code == 0
-
-
-@e2e
-@pytest.mark.distributed
-def test_ranks_stop_early_together(torchrun, tmp_path):
-    options = (
-        *RESUMABLE,
-        *STOPPING,
-        "SCHEDULE.NAME=plateau",
-        "TRAIN.VALIDATE_EVERY=2",
-        "TRAIN.EPOCHS=9",
-    )
-    assert torchrun(2, *options).code == 0
-    folder = tmp_path / "runs/plain"
-    assert [line["epoch"] for line in lines_of(folder, "val")] == [2, 4, 6]
-    assert json.loads((folder / "result.json").read_text())["stopped_early"]
-    assert read_state(folder).status == "finished"
 
 
 @e2e

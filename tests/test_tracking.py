@@ -37,16 +37,6 @@ tracker.summarise({"top1/species": 0.75})
 tracker.finish(0)
 """
 """What a run tells its tracker, with metrics from the first step on."""
-LATE = 'tracker.log({"train/loss": 1.0}, step=2)'
-END_CHILDREN = """
-import psutil
-children = psutil.Process().children(recursive=True)
-assert children
-for child in children:
-    child.terminate()
-psutil.wait_procs(children)
-"""
-"""What a batch system does to a job: the client's own process ends before the training that it serves."""
 
 Record = Any
 
@@ -161,28 +151,9 @@ def test_a_run_without_a_key_is_recorded_offline_with_metrics_tables_and_summary
     assert [entry.exit_code for entry in of_kind(run, "exit")] == [0]
 
 
-@pytest.mark.slow
-def test_a_signal_to_all_processes_ends_the_record_but_not_the_run(tmp_path):
-    assert LATE in PROGRAM
-    outcome = record(tmp_path, program=PROGRAM.replace(LATE, END_CHILDREN + LATE))
-    assert len(outcome.err.splitlines()) == 3
-    assert outcome.err.count("wandb sync") == 1
-    (tmp_path / "logs/wandb").rename(tmp_path / "broken")
-    record(tmp_path)
-    run = recorded(tmp_path)
-    assert [entry.exit_code for entry in of_kind(run, "exit")] == [0]
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        pytest.param("short", marks=pytest.mark.e2e),
-        pytest.param("k" * 40, marks=pytest.mark.slow),  # it tries for half a minute
-    ],
-    ids=["bad key", "no network"],
-)
-def test_a_server_that_cannot_be_reached_or_used_means_offline(tmp_path, key):
-    outcome = record(tmp_path, WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
+@pytest.mark.e2e
+def test_a_key_that_the_server_refuses_means_offline(tmp_path):
+    outcome = record(tmp_path, WANDB_API_KEY="short", WANDB_BASE_URL="http://127.0.0.1:9")
     run = recorded(tmp_path)
     assert items(of_kind(run, "history")[-1].item)["train/loss"] == 1.0
     assert "wandb sync" in outcome.err

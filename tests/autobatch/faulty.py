@@ -68,14 +68,6 @@ class Model(nn.Module):
         return tuple(head(features) for head in self.heads)
 
 
-class ModelThatReduces(Model):
-    """Sums its features over all ranks."""
-
-    def forward(self, x):
-        torch.distributed.all_reduce(x.detach().clone())
-        return super().forward(x)
-
-
 class ModelWithUnusedBranch(Model):
     def __init__(self, num_classes):
         super().__init__(num_classes)

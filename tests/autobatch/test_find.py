@@ -24,7 +24,6 @@ from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.memory.host import CpuMemory
-from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.settings import SearchSettings
@@ -118,25 +117,6 @@ def test_a_size_is_no_certificate_where_memory_varies(drawn, max_trials):
     assert result.batch_size == 16 if max_trials == 1 else 0.9 * most <= result.batch_size <= most
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-def test_random_steps_cost_at_most_three_confirmations(seed):
-    drawn = random.Random(seed)
-    events = []
-
-    class Purposes(SearchObserver):
-        def trial_started(self, size, purpose):
-            events.append(purpose)
-
-    def step(batch):
-        torch.empty(len(batch) * (1 if drawn.random() < 0.9 else 2), WIDTH)
-
-    options = {**room(240), "max_batch_size": 300, "observer": Purposes()}
-    result = find_on_cpu(step, make_batch, **options)
-    assert not result.certified
-    assert 0 < events.count("confirmation") <= 3
-    assert record_of(result, result.batch_size).fits(result.budget_bytes)
-
-
 @pytest.mark.parametrize("device", ["cuda", "cuda:9", "xpu", "meta", "gpu"])
 def test_a_device_that_is_not_there_is_refused(device):
     if torch.accelerator.is_available() and device == torch.accelerator.current_accelerator().type:
@@ -147,7 +127,7 @@ def test_a_device_that_is_not_there_is_refused(device):
 
 def test_memory_that_varies_beside_a_large_optimizer_is_noticed():
     """With one sample, the peak is that of the optimizer's step, whichever size is drawn."""
-    model, drawn = nn.Linear(1, 8 * MIB, bias=False), Drawn()
+    model, drawn = nn.Linear(1, 2 * MIB, bias=False), Drawn()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(batch):
@@ -156,7 +136,7 @@ def test_memory_that_varies_beside_a_large_optimizer_is_noticed():
         optimizer.step()
         optimizer.zero_grad()
 
-    result = find_on_cpu(step, make_batch, state=(model, optimizer), **room(400))
+    result = find_on_cpu(step, make_batch, state=(model, optimizer), **room(120))
     assert not result.certified
 
 
@@ -439,13 +419,6 @@ def test_the_samples_that_make_batch_has_are_an_upper_bound(make, max_batch_size
     assert len(result.trials) <= 9
 
 
-def test_a_bound_of_memory_below_the_samples_stays_one_of_memory():
-    rows = make_batch(300)
-    result = find_on_cpu(plain_step, lambda n: rows[:n], max_batch_size=None, **room(100))
-    assert result.limited_by == "memory"
-    assert 70 <= result.batch_size <= 110  # far from the 300 samples
-
-
 OTHER_BATCHES = {
     "tokens": lambda n: torch.zeros(max(n // 32, 1), 32),
     "time first": lambda n: (torch.zeros(16, n, 4), torch.zeros(16, n)),
@@ -473,16 +446,6 @@ def test_the_limit_of_a_kernel_is_named(limit):
     assert result.limited_by == "kernel"
     assert limit / 1.01 <= result.batch_size <= limit
     assert {trial.status for trial in result.trials} == {"fits", "kernel"}
-    assert AutoBatchResult.from_dict("train", json.loads(json.dumps(result.as_dict()))) == (
-        dataclasses.replace(
-            result,
-            seconds=round(result.seconds, 3),
-            trials=tuple(
-                dataclasses.replace(trial, seconds=round(trial.seconds, 3))
-                for trial in result.trials
-            ),
-        )
-    )
 
 
 @pytest.mark.parametrize("min_batch_size", [1, 5])
@@ -498,15 +461,8 @@ def test_an_error_of_the_first_size_says_which_arguments_choose_it(min_batch_siz
     assert {str(min_batch_size), "min_batch_size", "multiple_of"} <= words(note)
     arguments.update(min_batch_size=2, multiple_of=2)
     assert find_on_cpu(step, torch.zeros, **arguments).batch_size == 64
-
-
-def test_an_error_of_a_larger_size_has_no_note():
-    def step(batch):
-        if len(batch) > 1:
-            raise ValueError("one sample only")
-
-    with pytest.raises(ValueError, match="one sample") as caught:
-        find_on_cpu(step, torch.zeros)
+    with pytest.raises(ValueError, match="even") as caught:  # of a larger size
+        find_on_cpu(step, torch.zeros, min_batch_size=2, max_batch_size=5)
     assert not hasattr(caught.value, "__notes__")
 
 
@@ -621,8 +577,6 @@ class Everything:
         gradients = {name: parameter.grad for name, parameter in parameters.items()}
         return {
             "parameters": bits(parameters),
-            "identities": [*map(id, parameters.values()), *map(id, self.optimizer.param_groups)],
-            "moments": [[*map(id, state.values())] for state in self.optimizer.state.values()],
             "gradients": bits(gradients),
             "buffers": bits(dict(self.model.named_buffers())),
             "calls": getattr(self.model, "calls", 0),

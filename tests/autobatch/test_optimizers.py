@@ -220,31 +220,6 @@ def test_wrappers_and_attributes_are_put_back_too(name):
 # --- closures ---
 
 
-def test_an_optimizer_that_needs_a_closure_is_searched_with():
-    model = make_model()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2)
-
-    def step(batch):
-        def closure():
-            optimizer.zero_grad()
-            loss = model(batch).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-    before = bits(model.state_dict())
-    found = auto_find_batch_size(
-        step,
-        lambda n: torch.randn(n, 1, 4, 4),
-        state=(model, optimizer),
-        max_batch_size=4,
-        device="cpu",
-    )
-    assert found.batch_size == 4
-    assert bits(model.state_dict()) == before
-
-
 def test_lbfgs_is_measured_with_a_full_history():
     """Its history of 100 entries is full after some hundred steps; a trial takes two."""
     model = nn.Linear(256, 256)

@@ -92,8 +92,10 @@ def test_predict_memory_touches_nothing_and_refuses_what_it_cannot_trace():
     assert closing.content() == before, "what the step holds by itself is put back"
     assert min(logged) == 1, "after a trace its numbers are like any other"
     stubborn = Loop(look=decide)
+    before = stubborn.content()
     with pytest.raises(UntraceableError, match="item"):
         predict_memory(stubborn.step, stubborn.make_batch, state=stubborn.state)
+    assert stubborn.content() == before
 
 
 def step_of(model, optimizer):

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from linnaeus.autobatch import longest
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.state.snapshot import Snapshot
-from linnaeus.integrations.samples import LOOKED_AT, PROBED, Largest, copied, stored_lengths
+from linnaeus.integrations.samples import LOOKED_AT, PROBED, Largest, copied
 
 
 class Rows(Dataset[dict[str, Any]]):
@@ -175,11 +175,6 @@ class Plain:
     x: torch.Tensor
 
 
-@dataclass(slots=True)
-class Slots:
-    x: torch.Tensor
-
-
 class Hidden:
     """An object that gives its content on request alone."""
 
@@ -192,7 +187,7 @@ class Hidden:
         return {"x": self._x}
 
 
-@pytest.mark.parametrize("kind", [Graph, Plain, Slots, Hidden])
+@pytest.mark.parametrize("kind", [Graph, Plain, Hidden])
 def test_batches_that_are_objects_are_looked_into(kind):
     def rows_of(graph):
         return graph.to_dict()["x"] if kind is Hidden else graph.x
@@ -248,29 +243,6 @@ def test_workers_look_at_the_samples():
     largest = Largest(rows, padded, num_workers=1)
     assert largest.indices(2) == [1, 3]
     assert {*rows.read} == {*largest.indices(3)}
-
-
-def test_lengths_of_a_subset_are_read_once():
-    class Counted(Columns):
-        num_read = 0
-
-        def __getitem__(self, index):
-            self.num_read += index == "length"
-            found = super().__getitem__(index)
-            return Once(found) if index == "length" else found
-
-    class Once(list[int]):
-        """A column that can be gone through once."""
-
-        num_iterated = 0
-
-        def __iter__(self):
-            self.num_iterated += 1
-            assert self.num_iterated == 1
-            return super().__iter__()
-
-    subset = Subset(Counted([3, 9, 1, 7, 5]), [4, 0, 3])
-    assert stored_lengths(subset) == [5, 3, 7]
 
 
 def test_memory_maps_are_not_copied(tmp_path):

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import importlib
-import shutil
 import sys
 import weakref
 
@@ -424,21 +423,6 @@ def test_a_size_whose_error_the_step_catches_does_not_fit(mib):
 
 
 # -- compilation
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_can_be_tried():
-    model = wide_model()
-    compiled = torch.compile(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    runner = make_runner(training_step(compiled, optimizer), samples, model, optimizer, warm=500)
-    runner.budget_bytes = runner.memory.in_use() + AMPLE * MIB
-    peaks = [runner(size) for size in (1000, 4000)]
-    assert peaks[1] - peaks[0] >= 3000 * 8 * 1024 - NOISE
-    assert runner(100_000) > runner.budget_bytes
-    assert runner(1000) == pytest.approx(peaks[0], abs=4 * NOISE)
 
 
 def test_collections_inside_look_at_new_things_alone():

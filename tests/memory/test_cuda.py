@@ -99,24 +99,6 @@ def test_peak_and_use_are_what_the_allocator_reserves():
     assert memory.num_retries() == num_retries + 1
 
 
-def test_older_torch_has_no_memory_functions_in_its_accelerator_module(
-    monkeypatch,
-):
-    for name in dir(torch.accelerator):
-        if "memory" in name or name == "empty_cache":
-            monkeypatch.delattr(torch.accelerator, name)
-    for memory in (device_memory(GPU), AcceleratorMemory(GPU)):
-        before = memory.in_use()
-        memory.reset_peak()
-        held = mebibytes(31)
-        del held
-        memory.clean()
-        assert (memory.in_use() - before, memory.peak() - before) == (0, 32 * MIB)
-        assert memory.budget(1.0, None) == memory.total_bytes - memory.outside()
-    with pytest.raises(NotImplementedError, match="mps"):
-        device_memory(torch.device("mps"))
-
-
 # --- the cap ---
 
 
@@ -245,29 +227,6 @@ class Arriving(SearchObserver):
         if self._num_trials <= 0 and self._rest:
             empty_cache(GPU)
             self._others.take(self._rest.pop(0))
-
-
-@pytest.mark.parametrize("moment", [2, 6, 9])
-def test_whoever_arrives_while_sizes_are_tried_leaves_a_size_that_fits(moment, others, caplog):
-    steps = []
-
-    def step_and_meet(batch):
-        steps.append(len(batch) // MIB)
-        if len(steps) == moment:
-            empty_cache(GPU)
-            others.take(150 * MIB)
-        step(batch)
-
-    with caplog.at_level(logging.INFO, "linnaeus.autobatch"):
-        result = find(300 * MIB, step=step_and_meet)
-    assert len(steps) > moment
-    assert result.budget_bytes == pytest.approx(150 * MIB, abs=1)
-    assert result.limited_by == "memory"
-    status = {trial.size: trial.status for trial in result.trials}
-    assert status[result.batch_size] == "fits"
-    assert status[result.batch_size + 1] != "fits"
-    with CudaMemory(GPU).cap(result.budget_bytes):
-        step(make_batch(result.batch_size))
 
 
 @pytest.mark.parametrize("arrivals", [[GIB], [GIB, 100 * MIB, 100 * MIB]], ids=len)

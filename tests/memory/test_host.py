@@ -257,31 +257,3 @@ def test_under_a_cap_below_what_is_held_nothing_runs(memory):
         with memory.cap(cap_bytes), pytest.raises(MemoryError):
             torch.ones(1)
     assert torch.ones(1) == 1
-
-
-SEARCHES = """
-import timm, torch
-from linnaeus.autobatch import auto_find_batch_size
-from tests.helpers.ledger import limit_with_room_for
-
-model = timm.create_model("test_resnet", num_classes=10)
-
-def step(batch):
-    model(batch).sum().backward()
-
-limit_gb = limit_with_room_for(200)
-for _ in range(3):
-    found = auto_find_batch_size(
-        step, lambda size: torch.randn(size, 3, 96, 96), state=(model,), memory_limit_gb=limit_gb,
-        target_memory_fraction=1.0,
-    )
-    print(found.held_bytes)
-"""
-
-
-@pytest.mark.slow
-def test_a_later_search_holds_what_the_first_one_held(tmp_path):
-    done = forks.python("-c", SEARCHES, cwd=tmp_path)
-    assert done.code == 0, done.err
-    first, *later = map(int, done.out.split())
-    assert all(held - first < 35 * MIB for held in later), done.out
