@@ -41,7 +41,7 @@ def resumed_at(step, source, folder):
 
 
 @pytest.mark.slow
-def test_what_is_frozen_trains_from_its_epoch_on_and_resumes_anywhere(run, tmp_path):
+def test_frozen_parts_train_from_their_epoch_on_and_resume(run, tmp_path):
     outcome = run(*FROZEN, "EXPERIMENT.NAME=whole")
     assert outcome.code == 0, outcome.err
     assert "45 of 49" in outcome.out
@@ -85,7 +85,7 @@ def test_two_ranks_unfreeze_and_resume_at_the_boundary(torchrun, tmp_path):
 
 
 @pytest.mark.usefixtures("few_timed_steps")
-def test_autobatch_finds_the_size_of_the_unfrozen_model_and_changes_no_bit(run, tmp_path):
+def test_autobatch_finds_the_size_of_the_unfrozen_model(run, tmp_path):
     options = (
         *FROZEN,
         "TRAIN.EPOCHS=2",

@@ -40,7 +40,7 @@ def callback(name="Recorder", arguments=""):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow")
-def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
+def test_a_resumed_run_is_in_every_logger_once(
     run, tmp_path, monkeypatch
 ):
     from mlflow import MlflowClient
@@ -146,7 +146,7 @@ def test_a_callback_gets_the_state_of_its_own_class(run, tmp_path, name, counts)
         ("TRAIN.CALLBACKS=stop", "CALLBACKS[0]"),
     ],
 )
-def test_what_is_not_installed_or_no_callback_is_said_before_the_run(
+def test_a_missing_package_or_callback_is_named_before_the_run(
     run, tmp_path, monkeypatch, option, named
 ):
     monkeypatch.setitem(sys.modules, "mlflow", None)  # as where it is not installed

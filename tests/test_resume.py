@@ -82,7 +82,7 @@ def rates_at(positions, total_steps):
         (132, 1, "DATA.BATCH_SIZE=2", 2),
     ],
 )
-def test_with_another_batch_the_rate_goes_on_and_reaches_its_floor(
+def test_with_another_batch_the_learning_rate_reaches_its_floor(
     run, tmp_path, after, epoch, now, effective
 ):
     assert run(*RESUMABLE, interrupted(after)).code == 130
@@ -127,7 +127,7 @@ def test_other_processes_go_on_at_the_same_place(run, torchrun, tmp_path):
 
 
 @e2e
-def test_another_configuration_is_refused_before_anything_is_touched_or_said(run, tmp_path):
+def test_another_configuration_is_refused_first(run, tmp_path):
     assert run(*RESUMABLE, interrupted(132)).code == 130
     before = files_of(tmp_path / "runs")
     for option in (
@@ -215,7 +215,7 @@ def test_a_start_that_fails_leaves_the_earlier_run_alone(run, tmp_path, reason, 
 
 
 @e2e
-def test_a_resumed_run_that_fails_in_its_first_step_is_what_it_was(run, tmp_path):
+def test_a_resumed_run_that_fails_at_once_stays_as_it_was(run, tmp_path):
     options = (*FRESH, "TRAIN.AUTO_RESUME=True", "TRAIN.EPOCHS=2")
     assert run(*FRESH).code == 0
     before = files_of(tmp_path / "runs")
@@ -230,7 +230,7 @@ def test_a_resumed_run_that_fails_in_its_first_step_is_what_it_was(run, tmp_path
 
 
 @e2e
-def test_a_finished_run_is_left_as_it_is_but_for_a_missing_result(run, tmp_path):
+def test_a_finished_run_changes_only_by_a_missing_result(run, tmp_path):
     resume, path = "TRAIN.AUTO_RESUME=True", tmp_path / "runs/plain/result.json"
     assert run(*FRESH).code == 0
     before, result = files_of(tmp_path / "runs"), json.loads(path.read_text())
@@ -290,7 +290,7 @@ STOPPING = (
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[e2e][: n != "plateau"]) for n in SCHEDULES]
 )
-def test_a_schedule_and_early_stopping_go_on_as_if_nothing_had_been_interrupted(
+def test_schedule_and_early_stopping_resume_exactly(
     run, tmp_path, name
 ):
     options, runs = (*RESUMABLE, *STOPPING, f"SCHEDULE.NAME={name}"), tmp_path / "runs"
@@ -354,7 +354,7 @@ def test_renamed_classes_are_refused_on_resuming(run, tmp_path):
 
 
 @e2e
-def test_a_loss_that_is_not_finite_is_found_before_the_next_checkpoint(run, tmp_path):
+def test_an_infinite_loss_is_found_before_the_next_checkpoint(run, tmp_path):
     options = (
         *RESUMABLE,
         "TRAIN.CHECKPOINT_EVERY_STEPS=1",

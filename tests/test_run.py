@@ -72,7 +72,7 @@ def test_files_of_a_run(searched):
     assert result["training_s"] * result["images_per_s"] == pytest.approx(2 * 96, rel=0.05)
 
 
-def test_the_saved_configuration_with_its_sizes_trains_the_same_bits(searched, run, tmp_path):
+def test_the_saved_configuration_trains_the_same_bits(searched, run, tmp_path):
     """The search has left no trace in the training that followed."""
     saved = ("--cfg", str(searched / "config.yaml"), f"EXPERIMENT.OUTPUT_DIR={tmp_path}")
     outcome = run(*saved, "DATA.AUTOBATCH.ENABLED=False", "EXPERIMENT.NAME=again")

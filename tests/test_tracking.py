@@ -108,7 +108,7 @@ def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.e2e
-def test_a_run_without_a_key_is_recorded_offline_with_metrics_tables_and_summary(
+def test_a_run_without_a_key_is_recorded_offline(
     tmp_path,
 ):
     folder, outcome = tmp_path, record(tmp_path)

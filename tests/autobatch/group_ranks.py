@@ -177,7 +177,7 @@ def a_search_may_take_longer_than_the_timeout_of_the_group(rank):
         assert isinstance(error_of(dist.barrier, group=brief), RuntimeError), "rank 1 does not come"
 
 
-def searches_in_one_context_share_its_control_plane_which_is_gone_afterwards(rank):
+def searches_in_one_context_share_its_control_plane(rank):
     def around():
         connections = psutil.Process().net_connections("tcp")
         return sorted(each.name for each in threading.enumerate()), len(connections)
@@ -564,7 +564,7 @@ def is_sharded_training_the_same(how, steps_before, mode):
     return len(values) == len(expected) and all(map(torch.equal, values, expected))
 
 
-def training_of_a_sharded_model_after_a_search_is_that_without_one(rank):
+def sharded_training_after_a_search_is_that_without_one(rank):
     assert is_sharded_training_the_same("full", 1, "train")
 
 
@@ -638,7 +638,7 @@ def an_error_in_a_joint_step_is_tried_once_and_raised_on_all(rank):
     assert (calls, found.batch_size) == (8, 2), found
 
 
-def a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered(rank):
+def a_size_whose_joint_step_exceeds_a_budget_is_lowered(rank):
     """What the last rank allocates only together with the others is in no trial of a rank alone."""
     model, last = sharded("full"), dist.get_world_size() - 1
     sizes = []
@@ -776,7 +776,7 @@ OF_TWO = (
     an_error_of_one_rank_is_raised_there_and_told_to_the_others,
     a_rank_that_does_not_call_is_named,
     a_search_may_take_longer_than_the_timeout_of_the_group,
-    searches_in_one_context_share_its_control_plane_which_is_gone_afterwards,
+    searches_in_one_context_share_its_control_plane,
     a_collective_of_a_later_step_is_an_error_and_no_hang,
     what_no_rank_can_step_alone_is_refused_by_name,
     state_that_one_rank_refuses_is_named_before_any_collective,
@@ -786,9 +786,9 @@ OF_TWO = (
     an_error_in_a_joint_step_of_a_wrapper_is_raised_on_all,
     a_wrapper_that_state_does_not_hold_is_refused_by_name,
     sync_batchnorm_normalises_over_one_rank_in_a_search,
-    training_of_a_sharded_model_after_a_search_is_that_without_one,
+    sharded_training_after_a_search_is_that_without_one,
     an_error_in_a_joint_step_is_tried_once_and_raised_on_all,
-    a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered,
+    a_size_whose_joint_step_exceeds_a_budget_is_lowered,
     a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank,
     a_model_with_an_unused_branch_is_tried_as_it_is_trained,
 )

@@ -165,7 +165,7 @@ def test_steps_that_differ_without_a_higher_peak_are_certified(name):
 @pytest.mark.parametrize("kept", [lambda batch: batch * 3, lambda batch: batch[:1] * 3])
 def test_a_step_that_keeps_every_output_has_no_size(kept, extra_mib):
     outputs = []
-    with pytest.raises(AutoBatchError, match=r"keeps [\d.]+ MiB .* each call"):
+    with pytest.raises(AutoBatchError, match=r"[\d.]+ MiB"):
         find_on_cpu(lambda batch: outputs.append(kept(batch)), make_batch, **room(extra_mib))
     outputs.clear()  # the traceback holds them, and later tests measure what is held
 
@@ -233,7 +233,7 @@ def test_the_size_ran_within_the_budget_and_the_next_one_did_not(strategy, multi
 
 
 @pytest.mark.parametrize("confirm", [True, False])
-def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm):
+def test_the_size_fits_what_the_process_holds_after_the_search(confirm):
     """Only a confirmation can notice what the last trial has left behind, as a library's buffers."""
     held = []
 
@@ -341,7 +341,7 @@ def test_a_limit_ends_the_search_with_the_best_size_so_far(limit, limited_by, mo
 # --- kinds of loops ---
 
 
-def test_batchnorm_trains_on_no_single_sample_and_validates_on_one():
+def test_batchnorm_never_trains_on_a_single_sample():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sizes = []
@@ -449,7 +449,7 @@ def test_the_limit_of_a_kernel_is_named(limit):
 
 
 @pytest.mark.parametrize("min_batch_size", [1, 5])
-def test_an_error_of_the_first_size_says_which_arguments_choose_it(min_batch_size):
+def test_an_error_of_the_first_size_names_its_arguments(min_batch_size):
     def step(batch):
         if len(batch) in (1, 5):
             raise ValueError("expected an even batch")

@@ -259,7 +259,7 @@ def test_lbfgs_is_measured_with_a_full_history():
 
 
 @pytest.mark.parametrize("has_state", [True, False])
-def test_an_optimizer_that_was_left_out_of_state_is_named_before_it_steps(has_state):
+def test_an_optimizer_left_out_of_state_is_named_before_it_steps(has_state):
     loop = Loop(lambda model: torch.optim.AdamW(model.parameters()))
     other = nn.Linear(2, 2)
     second = torch.optim.Adagrad(other.parameters(), lr=1.0)
@@ -278,7 +278,7 @@ def test_an_optimizer_that_was_left_out_of_state_is_named_before_it_steps(has_st
     second.step()  # outside of the search it may
 
 
-def test_an_optimizer_that_a_step_makes_for_itself_needs_no_restoring():
+def test_an_optimizer_made_inside_a_step_needs_no_restoring():
     def step(batch):
         noise = torch.zeros(2, requires_grad=True)
         attack = torch.optim.SGD([noise], lr=0.1)

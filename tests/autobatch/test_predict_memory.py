@@ -75,7 +75,7 @@ def decide(loss):
     return loss.item() > 0
 
 
-def test_predict_memory_touches_nothing_and_refuses_what_it_cannot_trace():
+def test_nothing_is_touched_and_untraceable_steps_are_refused():
     loop = Loop()
     before = loop.content()
     prediction = predict_memory(loop.step, loop.make_batch, state=loop.state)
@@ -182,7 +182,7 @@ def test_what_no_trace_can_follow_is_refused_and_left_whole():
     step_of(model, optimizer)(rows(2))
 
 
-def test_hooks_run_and_a_model_on_meta_is_predicted_as_one_with_weights():
+def test_hooks_run_and_meta_is_predicted_as_a_real_model():
     def predicted(device, frees=False):
         with torch.device(device):
             model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))

@@ -510,7 +510,7 @@ def test_known_records_may_settle_a_search_within_the_tolerance():
     assert find(line(0, 1), known=known, tolerance=0.009).trials != ()
 
 
-def test_when_the_trials_run_out_the_gap_reaches_to_the_smallest_failure():
+def test_without_trials_the_gap_ends_at_the_smallest_failure():
     result = find(line(0, 1), max_size=40_000, strategy="binary", max_trials=3)
     assert sizes(result) == [20_000, 10_000, 15_000]
     assert (result.size, result.limited_by, result.within) == (10_000, "max_trials", 4_999 / 10_000)

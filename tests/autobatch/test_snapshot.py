@@ -324,7 +324,7 @@ def test_parameters_that_only_an_optimizer_holds_come_back():
     assert temperature.requires_grad
 
 
-def test_without_the_optimizers_what_they_and_attributes_hold_stays():
+def test_without_optimizers_their_state_and_attributes_stay():
     """As between training and a validation that is measured beside it."""
     model = Net()
     model.calls = 0

@@ -26,7 +26,7 @@ def line(overhead, per_sample):
     return lambda size: overhead + per_sample * size
 
 
-def test_a_device_that_is_busy_with_few_samples_gets_a_small_size():
+def test_a_device_busy_with_few_samples_gets_a_small_size():
     device = Device(line(0.010, 0.001))
     fast, seconds = sizes_by_speed(device, range(1, 1025))
     best = max(size / second for size, second in seconds.items())

@@ -239,7 +239,7 @@ def test_a_scaler_that_skips_does_not_hide_the_optimizers_state():
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
-def test_a_step_that_only_accumulates_does_not_hide_the_optimizers_state(num_steps):
+def test_accumulation_does_not_hide_the_optimizers_state(num_steps):
     """Before the second step it is made; in a trial of one step before that. What is frozen gets none."""
     model, frozen = Table(mib=8), nn.Parameter(torch.ones(4), requires_grad=False)
     optimizer = torch.optim.AdamW([*model.parameters(), frozen], weight_decay=0.0)
@@ -461,7 +461,7 @@ def test_buffers_steer_each_trial_as_the_first_one():
 
 
 @pytest.mark.parametrize("is_of_the_caller", [False, True])
-def test_an_error_counts_where_it_comes_from_the_callers_own_values(is_of_the_caller):
+def test_an_error_counts_if_the_callers_own_values_cause_it(is_of_the_caller):
     model = nn.Linear(16, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     num_bad = 0

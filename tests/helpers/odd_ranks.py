@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,7 +37,6 @@ PLACES = {
 }
 """Where faults come, by what the rank says that it does there."""
 KINDS = ("error", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "deaf")
-Doing = str | Callable[[], str]
 
 _events = itertools.count(1)
 

@@ -4,13 +4,9 @@ import gc
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from tests.helpers import forks
 from tests.helpers.forks import Outcome
-
-if TYPE_CHECKING:
-    pass  # functions import it: the process that hands out the tests does not wait for it
 
 SMALL = (
     "MODEL.NAME=test_resnet",

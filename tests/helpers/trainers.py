@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
 
 from linnaeus.batch_plan.effective_batch import Facts
 from linnaeus.batch_plan.plan import plan_batches
@@ -13,9 +12,6 @@ from linnaeus.training.ddp import wrap
 from linnaeus.training.resume import resumed_nodes
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement
-from linnaeus.training.trainer import Trainer
-
-T = TypeVar("T", bound=Trainer)
 
 
 @contextmanager

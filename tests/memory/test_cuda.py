@@ -68,7 +68,7 @@ def _as_at_the_start():
 
 
 @pytest.mark.parametrize("kind", [CudaMemory, AcceleratorMemory])
-def test_the_budget_is_the_fraction_less_what_others_and_the_context_hold(kind, others):
+def test_the_budget_leaves_out_others_and_the_context(kind, others):
     memory = kind(GPU)
     outside = memory.outside()
     budget = memory.budget(0.8, None)
@@ -124,7 +124,7 @@ def test_a_cap_that_the_user_has_set_is_never_raised():
     assert torch.cuda.get_per_process_memory_fraction(GPU) == allowed
 
 
-def test_an_ambiguous_error_counts_if_the_allocator_has_refused_a_request():
+def test_an_ambiguous_error_counts_after_a_refused_request():
     memory = CudaMemory(GPU)
     error = RuntimeError("CUDNN_STATUS_NOT_SUPPORTED")
     with memory.cap(memory.in_use() + 100 * MIB):
@@ -141,7 +141,7 @@ def test_an_ambiguous_error_counts_if_the_allocator_has_refused_a_request():
     assert not memory.refused(error), "nor is it evidence for what comes"
 
 
-def test_an_ambiguous_error_counts_if_little_is_free_for_libraries(others):
+def test_an_ambiguous_error_counts_if_libraries_lack_memory(others):
     memory = CudaMemory(GPU)
     error = RuntimeError(
         "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
@@ -182,7 +182,7 @@ def find(room_bytes=GIB, **arguments):
 
 
 @pytest.mark.parametrize("is_absurd", [True, False])
-def test_a_size_that_asks_for_too_much_in_one_piece_counts_as_out_of_memory(
+def test_a_request_that_is_far_too_large_is_out_of_memory(
     is_absurd,
 ):
     """For far more than there is, or for all that there is."""
@@ -195,7 +195,7 @@ def test_a_size_that_asks_for_too_much_in_one_piece_counts_as_out_of_memory(
     assert (result.batch_size, result.certified, result.limited_by) == (5, True, "memory")
 
 
-def test_a_run_on_the_device_finds_its_sizes_and_trains_with_them(run, tmp_path):
+def test_a_run_on_the_device_trains_with_the_sizes_found(run, tmp_path):
     outcome = run(
         *SMALL,
         "EXPERIMENT.DEVICE=cuda",
@@ -230,9 +230,7 @@ class Arriving(SearchObserver):
 
 
 @pytest.mark.parametrize("arrivals", [[GIB], [GIB, 100 * MIB, 100 * MIB]], ids=len)
-def test_whoever_arrives_before_the_confirmation_is_named_and_leaves_a_size_that_fits(
-    arrivals, others, caplog
-):
+def test_others_before_the_confirmation_are_named_and_counted(arrivals, others, caplog):
     """The negative control: what was found before would not fit."""
     caplog.set_level(logging.INFO, "linnaeus.autobatch")
     share = fraction(3 * GIB)
@@ -251,7 +249,7 @@ def test_whoever_arrives_before_the_confirmation_is_named_and_leaves_a_size_that
 
 
 @pytest.mark.parametrize("is_early", [False, True])
-def test_when_others_leave_nothing_the_error_names_what_they_hold(is_early, others):
+def test_an_error_names_what_others_hold(is_early, others):
     share = fraction(GIB)
     if is_early:
         others.take(GIB)

@@ -31,7 +31,7 @@ def _idle_machine(monkeypatch):
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_the_budget_is_the_fraction_of_a_group_less_what_others_use(cgroups, fraction):
+def test_the_budget_is_a_groups_fraction_without_others(cgroups, fraction):
     cgroups.memory()  # the first one loads libraries
     total, others = (
         min(2 * GIB, MACHINE // 8),
@@ -96,7 +96,7 @@ def memory(loaded):
     memory.clean()
 
 
-def test_the_peak_of_tensors_is_exact_and_stays_until_it_is_reset(memory):
+def test_the_peak_of_tensors_is_exact_until_it_is_reset(memory):
     with memory.cap(memory.in_use() + GIB):
         memory.reset_peak()
         before = memory.in_use()
@@ -239,7 +239,7 @@ def test_an_operation_far_above_the_cap_does_not_begin(memory, operation):
     assert train_once() == expected
 
 
-def test_the_operation_that_takes_the_tensors_above_the_cap_fails(memory):
+def test_the_operation_that_exceeds_the_cap_fails(memory):
     """To the byte."""
     with memory.cap(memory.in_use() + 10 * MIB):
         half = allocate(5 * MIB)
