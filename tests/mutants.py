@@ -236,6 +236,13 @@ MUTANTS = (
         "if True:",
         "tests/runtime/test_control.py",
     ),
+    Mutant(
+        "code that a stranger's run names is started without consent",
+        "config/instantiate.py",
+        "if named and not trust_code:",
+        "if False:",
+        "tests/inference/test_trust.py",
+    ),
 )
 
 

@@ -40,9 +40,7 @@ def callback(name="Recorder", arguments=""):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow")
-def test_a_resumed_run_is_in_every_logger_once(
-    run, tmp_path, monkeypatch
-):
+def test_a_resumed_run_is_in_every_logger_once(run, tmp_path, monkeypatch):
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -290,9 +290,7 @@ STOPPING = (
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[e2e][: n != "plateau"]) for n in SCHEDULES]
 )
-def test_schedule_and_early_stopping_resume_exactly(
-    run, tmp_path, name
-):
+def test_schedule_and_early_stopping_resume_exactly(run, tmp_path, name):
     options, runs = (*RESUMABLE, *STOPPING, f"SCHEDULE.NAME={name}"), tmp_path / "runs"
     whole, plain, other = runs / "whole", runs / "plain", runs / "other"
     assert (run(*options, f"{NAME}whole").code, run(*options, interrupted(228)).code) == (0, 130)
