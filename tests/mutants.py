@@ -73,14 +73,14 @@ MUTANTS = (
         "autobatch/ranks/protocol.py",
         "smallest = min(verdicts, key=lambda verdict: verdict.batch_size)",
         "smallest = verdicts[0]",
-        "tests/autobatch",
+        "tests/autobatch/test_protocol.py",
     ),
     Mutant(
         "the budget is not read again after a search",
         "autobatch/finder.py",
         "self._set_budget(min(before_bytes, self.memory.budget(fraction, self._limit_bytes)))",
         "pass",
-        "tests/autobatch",
+        "tests/autobatch/test_find.py",
     ),
     Mutant(
         "the budget forgets what other processes hold",
@@ -227,7 +227,7 @@ MUTANTS = (
         "autobatch/errors.py",
         'a rank fails."""\n\n    exit_code = 3',
         'a rank fails."""\n\n    exit_code = 1',
-        "tests/autobatch tests/test_messages.py tests/test_main.py tests/test_run.py",
+        "tests/autobatch/test_protocol.py",
     ),
     Mutant(
         "a rank whose process has died is waited for",
