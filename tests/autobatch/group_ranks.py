@@ -167,10 +167,8 @@ def a_search_may_take_longer_than_the_timeout_of_the_group(rank):
     )  # of old torch
     set_timeout(datetime.timedelta(milliseconds=1), brief)
     trials = []
-    assert (
-        find(lambda batch: trials.append(len(batch)), max_batch_size=16, group=brief).batch_size
-        == 16
-    )
+    options = {"max_batch_size": 16, "memory_limit_gb": 8.0, "group": brief}
+    assert find(lambda batch: trials.append(len(batch)), **options).batch_size == 16
     assert trials
     dist.barrier()
     if rank == 0:
