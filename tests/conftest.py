@@ -1,7 +1,5 @@
 """Linnaeus as a user runs it: in this process where that is enough, else in child processes."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -10,10 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,7 +18,7 @@ from linnaeus.runtime.log import close_logging
 from tests.helpers import forks
 from tests.helpers.forks import ROOT, Outcome
 from tests.helpers.messages import Golden
-from tests.helpers.runs import TORCHRUN, Run, freeze_what_is_there
+from tests.helpers.runs import TORCHRUN, freeze_what_is_there
 
 settings.register_profile(
     "quick",
@@ -37,7 +32,7 @@ settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
+def _one_thread():
     """The tests' tensors are small: several threads would only wait for each other."""
     import torch
 
@@ -48,7 +43,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> None:
+def _quick_collections():
     """Leave the objects of all imported modules out of garbage collections, of which each search makes many.
 
     A test that thaws them does so until the end of its module.
@@ -56,23 +51,23 @@ def _quick_collections() -> None:
     freeze_what_is_there()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--rewrite-messages", action="store_true", help="write tests/messages/ anew")
 
 
 @pytest.fixture
-def golden(request: pytest.FixtureRequest) -> Golden:
+def golden(request):
     """Compares the messages of an area with its file in `tests/messages/`."""
     return Golden(rewrites=request.config.getoption("--rewrite-messages"))
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     if config.getoption("numprocesses", None):
         forks.share_template()  # one for all workers
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+def pytest_xdist_setupnodes(specs):
     """Workers are forks of the template: each of them would import torch and timm for some 20 seconds."""
     if "coverage" in sys.modules:  # it counts lines that run while a module is imported
         return
@@ -84,7 +79,7 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
         )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Whole runs, slow tests and those on a GPU may take longer than `timeout` in pyproject.toml."""
     for item in items:
         takes_long = any(item.get_closest_marker(name) for name in ("e2e", "slow", "gpu"))
@@ -93,19 +88,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     """What a test waits for in vain fails the test, which then shows what it knows, before pytest does."""
     marker = item.get_closest_marker("timeout")
     forks.limit_s = float(marker.args[0] if marker else item.config.getini("timeout")) - 10
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish():
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _ctrl_c_interrupts() -> Iterator[None]:
+def _ctrl_c_interrupts():
     """A shell that starts the tests in the background lets them ignore SIGINT, and their children too."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -113,7 +108,7 @@ def _ctrl_c_interrupts() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _plain_log() -> Iterator[None]:
+def _plain_log():
     """The log of Linnaeus is as no run has set it up."""
     logger = logging.getLogger("linnaeus")
     logger.propagate, logger.handlers[:] = True, []
@@ -123,9 +118,7 @@ def _plain_log() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _plain_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def _plain_environment(monkeypatch, tmp_path_factory):
     """No terminal tricks, no uploads, one thread in child processes, no files in the user's cache."""
     monkeypatch.setenv("CI", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -134,7 +127,7 @@ def _plain_environment(
 
 
 @pytest.fixture
-def compiles_unseen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compiles_unseen(monkeypatch):
     """What the test compiles does not count in later tests of this process, which measure memory then."""
     import torch
 
@@ -145,14 +138,14 @@ def compiles_unseen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def few_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_timed_steps(monkeypatch):
     """In this process two steps give a size's speed, for tests that do not depend on how exact it is."""
     monkeypatch.setattr("linnaeus.autobatch.trial.MIN_TIMED_STEPS", 2)
     monkeypatch.setattr("linnaeus.autobatch.trial.MIN_TIMED_S", 0.0)
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of one megabyte."""
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -164,12 +157,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path, monkeypatch, capfd):
     """Runs a command line in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     freeze_what_is_there()  # the command line imports most modules when it needs them
 
-    def run_here(*argv: str) -> Outcome:
+    def run_here(*argv):
         capfd.readouterr()
         code = cli(argv)
         return Outcome(code, *capfd.readouterr())
@@ -178,10 +171,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 
 
 @pytest.fixture
-def run_in_child(tmp_path: Path) -> Run:
+def run_in_child(tmp_path):
     """Runs a command line in a process of its own, in an empty folder."""
 
-    def run_there(*argv: str) -> Outcome:
+    def run_there(*argv):
         return forks.python(
             "-m", "linnaeus.main", *argv, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}
         )
@@ -190,13 +183,13 @@ def run_in_child(tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def torchrun(tmp_path: Path) -> Run:
+def torchrun(tmp_path):
     """Runs a command line in several processes under torchrun, in an empty folder.
 
     With `new_interpreters` nothing is a fork: neither torchrun nor its ranks have loaded anything before.
     """
 
-    def run_there(num_processes: int, *argv: str, new_interpreters: bool = False) -> Outcome:
+    def run_there(num_processes, *argv, new_interpreters=False):
         command = [*TORCHRUN, f"--nproc_per_node={num_processes}", "-m", "linnaeus.main", *argv]
         env = {"PYTHONPATH": str(ROOT)}
         if not new_interpreters:

@@ -4,8 +4,6 @@
 with 1 if one survives.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -75,14 +73,14 @@ MUTANTS = (
         "autobatch/ranks/protocol.py",
         "smallest = min(verdicts, key=lambda verdict: verdict.batch_size)",
         "smallest = verdicts[0]",
-        "tests/autobatch",
+        "tests/autobatch/test_protocol.py",
     ),
     Mutant(
         "the budget is not read again after a search",
         "autobatch/finder.py",
         "self._set_budget(min(before_bytes, self.memory.budget(fraction, self._limit_bytes)))",
         "pass",
-        "tests/autobatch",
+        "tests/autobatch/test_find.py",
     ),
     Mutant(
         "the budget forgets what other processes hold",
@@ -229,7 +227,7 @@ MUTANTS = (
         "autobatch/errors.py",
         'a rank fails."""\n\n    exit_code = 3',
         'a rank fails."""\n\n    exit_code = 1',
-        "tests/autobatch tests/test_messages.py tests/test_main.py tests/test_run.py",
+        "tests/autobatch/test_protocol.py",
     ),
     Mutant(
         "a rank whose process has died is waited for",
@@ -238,15 +236,22 @@ MUTANTS = (
         "if True:",
         "tests/runtime/test_control.py",
     ),
+    Mutant(
+        "code that a stranger's run names is started without consent",
+        "config/instantiate.py",
+        "if named and not trust_code:",
+        "if False:",
+        "tests/inference/test_trust.py",
+    ),
 )
 
 
-def main(words: list[str]) -> int:
+def main(words):
     """Try each mutant, and say which test kills it; then see that these tests pass without it."""
     chosen = [
         mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)
     ]
-    killers: set[str] = set()
+    killers = set()
     survivors = 0
     for mutant in chosen:
         killer = first_failure(mutant.tests.split(), mutant)
@@ -260,7 +265,7 @@ def main(words: list[str]) -> int:
     return 1 if survivors or broken else 0
 
 
-def first_failure(tests: list[str], mutant: Mutant | None = None) -> str | None:
+def first_failure(tests, mutant=None):
     """The first of the tests that fails in a copy, with the mistake; None if none does."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"

@@ -1,7 +1,5 @@
 """Who may import whom, and what importing may not do."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -9,9 +7,6 @@ import runpy
 import sys
 import tomllib
 from importlib.util import find_spec
-from pathlib import Path
-
-import pytest
 
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
@@ -47,22 +42,22 @@ imports = functools.cache(lambda path, read=TOOL["imports"]: frozenset(read(path
 TOOL["read_graph"].__globals__["imports"] = imports  # each file is read once
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def own_parts(path: Path) -> set[str]:
+def own_parts(path):
     """The parts of the package that a file imports, its own left out."""
     found = {part_of(name) for name in imports(path) if name.split(".")[0] == "linnaeus"}
     return found - {part_of(name_of(path)), ""}
 
 
-def outside(path: Path) -> set[str]:
+def outside(path):
     return {name.split(".")[0] for name in imports(path)} - {"linnaeus"}
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_point_one_way():
     parts = {path: part_of(name_of(path)) for path in MODULES}
     assert {*parts.values()} - {""} == {*ORDER, "utils"}
     wrong = {}
@@ -75,7 +70,7 @@ def test_imports_point_one_way() -> None:
     assert wrong == {}
 
 
-def test_only_commands_import_the_command() -> None:
+def test_only_commands_import_the_command():
     others = [path for folder in ("tools", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     importers = {
         name_of(path) if path.is_relative_to(PACKAGE) else path.relative_to(ROOT).parts[0]
@@ -100,7 +95,7 @@ PURE = (
 )
 
 
-def test_what_computes_alone_imports_little() -> None:
+def test_what_computes_alone_imports_little():
     assert [name for name in PURE if not outside(PACKAGE / name) <= sys.stdlib_module_names] == []
     assert [
         name for name in imports(PACKAGE / "autobatch/search.py") if name.startswith("linnaeus")
@@ -141,7 +136,7 @@ import linnaeus.main  # the control
 """
 
 
-def test_the_library_needs_torch_and_psutil_alone(tmp_path: Path) -> None:
+def test_the_library_needs_torch_and_psutil_alone(tmp_path):
     """A search runs where nothing else of what the framework needs is installed, NumPy neither."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.split(r"[^\w-]", text)[0] for text in project["optional-dependencies"]["train"]}
@@ -179,7 +174,7 @@ print(json.dumps([a == b for a, b in zip(before, after)] + [not torch.cuda.is_in
 """
 
 
-def test_every_module_imports_and_changes_nothing_around_it(tmp_path: Path) -> None:
+def test_every_module_imports_and_changes_nothing_around_it(tmp_path):
     """Other packages, where installed, are imported first: what they do is not ours."""
     modules = [
         path for path in MODULES if "integrations" not in path.parts
@@ -193,23 +188,8 @@ def test_every_module_imports_and_changes_nothing_around_it(tmp_path: Path) -> N
     assert [name for name, same in zip(things, json.loads(done.out), strict=True) if not same] == []
 
 
-def test_the_page_has_the_graph_of_the_present_imports() -> None:
+def test_the_page_has_the_graph_of_the_present_imports():
     page = (ROOT / "docs" / "architecture.md").read_text()
     assert f"{TOOL['BEGIN']}{TOOL['drawing']()}{TOOL['END']}" in page, (
         "run `python tools/draw_architecture.py --write`"
     )
-
-
-def test_the_graph_has_parts_and_no_arrow_that_a_longer_path_implies(tmp_path: Path) -> None:
-    package = tmp_path / "linnaeus"
-    (package / "data").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "errors.py").write_text("import os\n")
-    (package / "data" / "__init__.py").write_text("from linnaeus.errors import Error\n")
-    (package / "data" / "loader.py").write_text("def f():\n    from linnaeus import data, log\n")
-    (package / "log.py").write_text("import linnaeus.errors\n")
-    graph = {"errors": set(), "data": {"errors", "log"}, "log": {"errors"}}
-    assert TOOL["read_graph"](package) == graph
-    assert TOOL["without_detours"](graph) == graph | {"data": {"log"}}
-    with pytest.raises(ValueError, match="a, b"):
-        TOOL["without_detours"]({"a": {"b"}, "b": {"a"}, "c": {"a"}})

@@ -3,8 +3,6 @@
 An experiment that starts from another run has the command of that run in its header, with a name of its own.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex
@@ -13,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.fashion import write_fashion_mnist
-from tests.helpers.runs import Run
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -32,7 +29,7 @@ SMALLER = (
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """The folder `data` that the experiments read, as the example writes it."""
     folder = tmp_path_factory.mktemp("data")
     script = runpy.run_path(str(ROOT / "examples" / "write_digits.py"))
@@ -43,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def less_data(data: Path) -> Path:
+def less_data(data):
     """The same folder with every eighth image."""
     for number, image in enumerate(sorted(data.rglob("*.png"))):
         if number % 8:
@@ -51,32 +48,13 @@ def less_data(data: Path) -> Path:
     return data
 
 
-@pytest.mark.e2e
-def test_the_digits_are_written_as_nested_folders_and_rare_ones_are_left_out(data: Path) -> None:
-    """Of rare digits a tenth of the training images is written. This test comes before images are removed."""
-    files = [file.relative_to(data / "digits").parts for file in (data / "digits").rglob("*.png")]
-    assert len(files) == 1797
-    assert {split for split, *_ in files} == {"train", "val"}
-    assert len({(shape, digit) for _, shape, digit, _ in files}) == 10  # each digit has one shape
-    assert 0.19 < sum(split == "val" for split, *_ in files) / 1797 < 0.21
-    rare = [
-        file.relative_to(data / "digits_rare").parts
-        for file in (data / "digits_rare").rglob("*.png")
-    ]
-    for split, shape, digit in {file[:3] for file in files}:
-        whole, found = (
-            sum(one[:3] == (split, shape, digit) for one in group) for group in (files, rare)
-        )
-        assert found == (whole // 10 if split == "train" and digit in RARE else whole) > 0
-
-
-def header_of(config: Path) -> str:
+def header_of(config):
     header = re.match(r"(#.*\n)+", config.read_text())
     assert header
     return header[0]
 
 
-def earlier_runs(config: Path) -> list[list[str]]:
+def earlier_runs(config):
     """Arguments of the header's commands that train under a name of their own."""
     text = re.sub(r"\\\n#\s*", "", header_of(config)).replace("configs/", f"{ROOT}/configs/")
     commands = re.findall(r"^#   linnaeus train (.* EXPERIMENT\.NAME=.*)$", text, re.MULTILINE)
@@ -85,7 +63,7 @@ def earlier_runs(config: Path) -> list[list[str]]:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_an_experiment_trains(config: Path, run: Run, less_data: Path, tmp_path: Path) -> None:
+def test_an_experiment_trains(config, run, less_data, tmp_path):
     (tmp_path / "data").symlink_to(less_data)
     for arguments in earlier_runs(config):
         earlier = run(*arguments, *SMALLER, "TRAIN.EPOCHS=1")
@@ -102,13 +80,13 @@ def test_an_experiment_trains(config: Path, run: Run, less_data: Path, tmp_path:
     )
 
 
-def test_every_header_has_the_command_and_its_result() -> None:
+def test_every_header_has_the_command_and_its_result():
     for config in CONFIGS:
         assert f"configs/{config.name}" in header_of(config)
         assert re.search(r"top1/(digit|species|article) 0\.\d{4}", header_of(config)), config
 
 
-def test_an_experiment_that_needs_another_run_trains_that_first(run: Run, tmp_path: Path) -> None:
+def test_an_experiment_that_needs_another_run_trains_that_first(run, tmp_path):
     needing = [config for config in CONFIGS if "WEIGHTS: runs/" in config.read_text()]
     assert needing
     assert [config for config in CONFIGS if earlier_runs(config)] == needing

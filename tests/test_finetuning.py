@@ -1,17 +1,13 @@
 """Runs that start from other weights, with parts of the model frozen, at first or always."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from torch import Tensor
 
-from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
+from tests.helpers.runs import SMALL, assert_same_bits, weights
 
 FROZEN = (
     *SMALL,
@@ -29,25 +25,23 @@ FROZEN = (
 """Three epochs of three steps, each with its own checkpoint; in the first epoch only the heads train."""
 
 
-def tensors_after(folder: Path, step: int) -> dict[str, Tensor]:
+def tensors_after(folder, step):
     return weights(folder, f"step_{step:08d}.pt")
 
 
-def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
+def changed(before, after):
     """The parts of a model (`backbone`, `heads`) in which a tensor differs."""
     return {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
 
 
-def resumed_at(step: int, source: Path, folder: Path) -> None:
+def resumed_at(step, source, folder):
     """Make the folder of a run whose newest checkpoint is the one that another wrote after so many steps."""
     (folder / "checkpoints").mkdir(parents=True)
     shutil.copy(source / f"checkpoints/step_{step:08d}.pt", folder / "checkpoints/last.pt")
 
 
 @pytest.mark.slow
-def test_what_is_frozen_trains_from_its_epoch_on_and_resumes_anywhere(
-    run: Run, tmp_path: Path
-) -> None:
+def test_frozen_parts_train_from_their_epoch_on_and_resume(run, tmp_path):
     outcome = run(*FROZEN, "EXPERIMENT.NAME=whole")
     assert outcome.code == 0, outcome.err
     assert "45 of 49" in outcome.out
@@ -71,7 +65,7 @@ def test_what_is_frozen_trains_from_its_epoch_on_and_resumes_anywhere(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_ranks_unfreeze_and_resume_at_the_boundary(torchrun: Run, tmp_path: Path) -> None:
+def test_two_ranks_unfreeze_and_resume_at_the_boundary(torchrun, tmp_path):
     options = (
         *FROZEN,
         "DATA.BATCH_SIZE=24",
@@ -89,9 +83,7 @@ def test_two_ranks_unfreeze_and_resume_at_the_boundary(torchrun: Run, tmp_path: 
 
 
 @pytest.mark.usefixtures("few_timed_steps")
-def test_autobatch_finds_the_size_of_the_unfrozen_model_and_changes_no_bit(
-    run: Run, tmp_path: Path
-) -> None:
+def test_autobatch_finds_the_size_of_the_unfrozen_model(run, tmp_path):
     options = (
         *FROZEN,
         "TRAIN.EPOCHS=2",
@@ -110,7 +102,7 @@ def test_autobatch_finds_the_size_of_the_unfrozen_model_and_changes_no_bit(
 
 
 @pytest.mark.e2e
-def test_a_run_starts_from_another_with_its_preprocessing(run: Run, tmp_path: Path) -> None:
+def test_a_run_starts_from_another_with_its_preprocessing(run, tmp_path):
     augment = {
         "INTERPOLATION": "bicubic",
         "CROP_FRACTION": 0.9,
@@ -147,7 +139,7 @@ def test_a_run_starts_from_another_with_its_preprocessing(run: Run, tmp_path: Pa
 
 
 @pytest.mark.e2e
-def test_layers_with_rates_of_their_own_resume_with_them(run: Run, tmp_path: Path) -> None:
+def test_layers_with_rates_of_their_own_resume_with_them(run, tmp_path):
     options = (
         *FROZEN,
         "MODEL.FREEZE=none",

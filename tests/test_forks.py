@@ -1,7 +1,5 @@
 """The template of the tests' child processes outlives the processes that use it."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -16,7 +14,7 @@ WAITS = (
 )
 
 
-def test_a_client_that_is_killed_ends_its_fork_alone(tmp_path: Path) -> None:
+def test_a_client_that_is_killed_ends_its_fork_alone(tmp_path):
     assert forks.python("-c", "print(1)", cwd=tmp_path).out == "1\n"
     client = subprocess.Popen([sys.executable, forks.__file__, "-c", WAITS], cwd=tmp_path)
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")

@@ -1,14 +1,11 @@
 """Several labels for each image, from the manifest to predictions and exported files."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from linnaeus.config.schema import AugmentConfig, DatasetConfig, LossConfig
@@ -22,7 +19,7 @@ from linnaeus.runtime.errors import ConfigError
 from linnaeus.training.accuracy import ClassificationMetrics
 from linnaeus.training.losses import build_loss
 from tests.helpers.label_sets import NAMES, cells_of, write_label_sets
-from tests.helpers.runs import Run, assert_same_bits, weights
+from tests.helpers.runs import assert_same_bits, weights
 from tests.helpers.small_runs import NAME, PLAIN, lines_of
 from tests.helpers.trained import ONE_LEVEL
 
@@ -44,7 +41,7 @@ TARGETS = torch.tensor([[1.0, 0, 1], [-1, 1, 0], [-1, -1, -1], [0, 0, 0]])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sets")
     write_label_sets(folder / "images")
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_run_is_evaluated_and_predicted_alike(folder: Path, run: Run, tmp_path: Path) -> None:
+def test_the_run_is_evaluated_and_predicted_alike(folder, run, tmp_path):
     found = json.loads((folder / "runs/sets/evaluations/last.json").read_text())
     logged, animal, cow = (
         lines_of(folder / "runs/sets", "val")[-1],
@@ -92,7 +89,7 @@ def test_the_run_is_evaluated_and_predicted_alike(folder: Path, run: Run, tmp_pa
 
 @pytest.mark.e2e  # seconds to import what writes ONNX
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11
-def test_exported_files_give_the_predictions(folder: Path) -> None:
+def test_exported_files_give_the_predictions(folder):
     image, trained = (
         f"{folder}/images/val000.png",
         load_run(folder / "runs/sets", device="cpu", trust_code=True),
@@ -112,7 +109,7 @@ def test_exported_files_give_the_predictions(folder: Path) -> None:
     assert few.levels["animal"] == seen.levels["animal"][:1]
 
 
-def test_autobatch_and_an_interruption_change_no_bit(run: Run, tmp_path: Path) -> None:
+def test_autobatch_and_an_interruption_change_no_bit(run, tmp_path):
     options = [
         *PLAIN,
         "DATA.DATASET._target_=tests.helpers.label_sets.Sets",
@@ -147,9 +144,7 @@ def test_autobatch_and_an_interruption_change_no_bit(run: Run, tmp_path: Path) -
         "DATA.DATASET.LEVELS=[animal,number]",
     ],
 )
-def test_what_needs_one_label_names_its_key(
-    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch, option: str
-) -> None:
+def test_what_needs_one_label_names_its_key(folder, run, monkeypatch, option):
     monkeypatch.chdir(folder)
     outcome = run(*IMAGES, f"{NAME}bad", option)
     assert outcome.code == (1 if "LEVELS" in option else 2)
@@ -158,7 +153,7 @@ def test_what_needs_one_label_names_its_key(
     assert "Traceback" not in outcome.err
 
 
-def asymmetric(logits: Tensor, targets: Tensor) -> Tensor:
+def asymmetric(logits, targets):
     """The sum of equation 7 of the paper, for gamma 1 and 4 and margin 0.05."""
     p = logits.sigmoid()
     low = (p - 0.05).clamp_min(0)
@@ -166,28 +161,8 @@ def asymmetric(logits: Tensor, targets: Tensor) -> Tensor:
     return -torch.where(targets == 1, of_positive, of_negative).sum()
 
 
-class OlderLoss(nn.Module):
-    """The signature and the result of timm 1.0.15 to 1.0.26: no `reduction`, always a sum."""
-
-    def __init__(self, gamma_neg: float = 4, gamma_pos: float = 1, clip: float = 0.05) -> None:
-        super().__init__()
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return asymmetric(logits, targets)
-
-
-@pytest.mark.parametrize("is_older", [False, True])
-def test_the_asymmetric_loss_with_any_timm(monkeypatch: pytest.MonkeyPatch, is_older: bool) -> None:
-    if is_older:
-        monkeypatch.setattr("linnaeus.training.losses.AsymmetricLossMultiLabel", OlderLoss)
-    logits = torch.randn(len(TARGETS), 3, generator=torch.Generator().manual_seed(0))
-    targets = (TARGETS > 0).float()
-    found = build_loss(LossConfig(NAME="asymmetric"), INDEX.taxonomy)(logits, targets)
-    torch.testing.assert_close(found, asymmetric(logits, targets) / logits.numel())
-
-
 @pytest.mark.parametrize("name", ["bce", "asymmetric"])
-def test_losses_leave_out_what_is_unknown(name: str) -> None:
+def test_losses_leave_out_what_is_unknown(name):
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
     loss, known = build_loss(LossConfig(NAME=name), INDEX.taxonomy), TARGETS >= 0
     parts = loss(logits[:1], TARGETS[:1]) + 3 * loss(logits[1:], TARGETS[1:])
@@ -204,7 +179,7 @@ def test_losses_leave_out_what_is_unknown(name: str) -> None:
         build_loss(LossConfig(NAME="asymmetric"), ONE_LEVEL)
 
 
-def test_manifest_cells_and_mixing() -> None:
+def test_manifest_cells_and_mixing():
     targets, unknown = encode([("c;b",), (None,), (";",), ("b; ;x",)], INDEX)
     assert (targets.tolist(), unknown) == ([[0, 1, 1], [-1] * 3, [0] * 3, [-1] * 3], {3: "x"})
     assert LabelIndex.from_dict(json.loads(json.dumps(INDEX.as_dict()))) == INDEX
@@ -223,7 +198,7 @@ def test_manifest_cells_and_mixing() -> None:
     assert 0 < float(mixed[0, 0]) < 1
 
 
-def test_outputs_that_are_not_finite_have_no_average_precision() -> None:
+def test_outputs_that_are_not_finite_have_no_average_precision():
     metrics = ClassificationMetrics(INDEX.taxonomy)
     outputs = torch.full((4, 3), math.nan)
     metrics.update(outputs, TARGETS, torch.tensor(math.nan))

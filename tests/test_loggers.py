@@ -1,52 +1,46 @@
 """A run that dies and goes on, as TensorBoard and MLflow show it; the user's own callbacks."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from linnaeus.training.callbacks import MOMENTS, CallbackState
+from linnaeus.training.callbacks import MOMENTS
 from linnaeus.training.tracking import Tracker
-from tests.helpers.runs import Run, assert_same_bits, checkpoint_of, weights
+from tests.helpers.runs import assert_same_bits, checkpoint_of, weights
 from tests.helpers.small_runs import NAME, PLAIN, lines_of
 
 
 class Recorder:
     """Counts the calls of each method, and dies after a step."""
 
-    def __init__(self, dies_after: int = 0) -> None:
+    def __init__(self, dies_after=0):
         self.dies_after, self.counts = dies_after, [0, 0, 0]
 
-    def on_step_end(self, state: CallbackState) -> None:
+    def on_step_end(self, state):
         self.counts[0] += state.loss is not None
         if state.step == self.dies_after:
             raise RuntimeError("died")
 
-    def on_validation_end(self, state: CallbackState) -> None:
+    def on_validation_end(self, state):
         self.counts[1] += "loss" in state.metrics and state.step % state.epoch == 0
 
-    def on_epoch_end(self, state: CallbackState) -> None:
+    def on_epoch_end(self, state):
         self.counts[2] += not hasattr(state.model, "module")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"counts": list(self.counts)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.counts = state["counts"]
 
 
-def callback(name: str = "Recorder", arguments: str = "") -> str:
+def callback(name="Recorder", arguments=""):
     return f"TRAIN.CALLBACKS=[{{_target_:{__name__}.{name}{arguments}}}]"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow")
-def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_is_in_every_logger_once(run, tmp_path, monkeypatch):
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -65,7 +59,7 @@ def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
     assert_same_bits(weights(folder), weights(tmp_path / "runs/plain"))
     assert checkpoint_of(folder)["callbacks"] == [state_of("Recorder", [8, 2, 2])]
 
-    written: dict[str, list[tuple[int, float]]] = {}
+    written = {}
     for line in lines_of(folder) + lines_of(folder, "val"):
         for name in line.keys() - {"step", "epoch", "split", "time"}:
             written.setdefault(f"{line['split']}/{name}", []).append((line["step"], line[name]))
@@ -86,7 +80,7 @@ def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
     assert {*events.Tags()["scalars"]} == {*found.data.metrics} == {*written}
 
 
-def state_of(name: str, counts: list[int]) -> dict[str, Any]:
+def state_of(name, counts):
     """The entry of a checkpoint for the only callback of a run."""
     return {"TRAIN.CALLBACKS[0]": (f"{__name__}.{name}", {"counts": counts})}
 
@@ -94,25 +88,25 @@ def state_of(name: str, counts: list[int]) -> dict[str, Any]:
 class Sequence:
     """Notes the moments of a run, and whether there are gradients in the first parameter."""
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
+    def __init__(self):
+        self.calls = []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name not in MOMENTS:
             raise AttributeError(name)
 
-        def note(state: CallbackState) -> None:
+        def note(state):
             has_gradients = next(state.model.parameters()).grad is not None
             number = "" if state.micro_batch is None else f" {state.micro_batch.number} of 2"
             self.calls.append(f"{name[3:]}{number} {state.step}{' grad' * has_gradients}")
 
         return note
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"calls": list(self.calls)}
 
 
-def test_a_callback_sees_each_moment_of_a_step_in_order(run: Run, tmp_path: Path) -> None:
+def test_a_callback_sees_each_moment_of_a_step_in_order(run, tmp_path):
     options = ("DATA.BATCH_SIZE=25", "TRAIN.ACCUMULATION_STEPS=2", "TRAIN.EPOCHS=1")
     assert run(*PLAIN, *options, callback("Sequence")).code == 0
     [(_, state)] = checkpoint_of(tmp_path / "runs/plain")["callbacks"][0].values()
@@ -149,9 +143,9 @@ def test_a_callback_gets_the_state_of_its_own_class(run, tmp_path, name, counts)
         ("TRAIN.CALLBACKS=stop", "CALLBACKS[0]"),
     ],
 )
-def test_what_is_not_installed_or_no_callback_is_said_before_the_run(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, named: str
-) -> None:
+def test_a_missing_package_or_callback_is_named_before_the_run(
+    run, tmp_path, monkeypatch, option, named
+):
     monkeypatch.setitem(sys.modules, "mlflow", None)  # as where it is not installed
     outcome = run(*PLAIN, option)
     assert outcome.code == 2
@@ -160,8 +154,8 @@ def test_what_is_not_installed_or_no_callback_is_said_before_the_run(
 
 
 def test_a_logger_that_fails_is_left_out_and_the_others_go_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     tracker = Tracker(first=None, second=Tracker(third=None))
     for step in (1, 2):
         tracker.log({}, step=step)
@@ -169,7 +163,7 @@ def test_a_logger_that_fails_is_left_out_and_the_others_go_on(
 
 
 @pytest.mark.e2e
-def test_callbacks_are_called_on_every_rank(torchrun: Run, tmp_path: Path) -> None:
+def test_callbacks_are_called_on_every_rank(torchrun, tmp_path):
     assert torchrun(2, *PLAIN, "DATA.BATCH_SIZE=16", callback()).code == 0
     counts = state_of("Recorder", [9, 3, 3])
     assert checkpoint_of(tmp_path / "runs/plain")["callbacks"] == [counts, counts]

@@ -1,15 +1,10 @@
-from __future__ import annotations
-
 import runpy
-from collections.abc import Callable
 
 import pytest
 
 from tests.helpers.forks import ROOT
 
-lower_bounds: Callable[[str], dict[str, str]] = runpy.run_path(
-    str(ROOT / "tools" / "lower_bounds.py")
-)["lower_bounds"]
+lower_bounds = runpy.run_path(str(ROOT / "tools" / "lower_bounds.py"))["lower_bounds"]
 
 PROJECT = """
 [project]
@@ -21,7 +16,7 @@ b = ["own[a]", "{}"]
 """
 
 
-def test_each_package_has_one_lower_bound_from_all_extras() -> None:
+def test_each_package_has_one_lower_bound_from_all_extras():
     expected = {"torch": "2.11", "hydra-core": "1.3", "jsonargparse": "4.43", "timm": "1.0.24"}
     assert lower_bounds(PROJECT.format("timm>=1.0.24")) == expected
     own = lower_bounds((ROOT / "pyproject.toml").read_text())
@@ -31,6 +26,6 @@ def test_each_package_has_one_lower_bound_from_all_extras() -> None:
 @pytest.mark.parametrize(
     "requirement", ["torch>=2.15", "hydra-core>=1.3", "timm", "timm<2", "timm==1", "timm>=1,!=1.1"]
 )
-def test_a_second_bound_or_none_is_refused_by_name(requirement: str) -> None:
+def test_a_second_bound_or_none_is_refused_by_name(requirement):
     with pytest.raises(ValueError, match=r"torch|hydra-core|timm"):
         lower_bounds(PROJECT.format(requirement))

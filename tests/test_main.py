@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,25 +12,23 @@ from linnaeus import main as program
 from linnaeus.cli import main
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
-from tests.helpers.runs import Run, wait_until
+from tests.helpers.runs import wait_until
 
 
 @pytest.mark.parametrize("argv", [["--version"], ["train", "TRAIN.EPOCHS=2", "--version"]])
-def test_version(run: Run, argv: list[str]) -> None:
+def test_version(run, argv):
     outcome = run(*argv)
     assert (outcome.code, outcome.err) == (0, "")
     assert re.fullmatch(r"linnaeus \d+\.\d+\.\d+\n", outcome.out)
 
 
-def test_the_help_names_the_version_and_every_command(run: Run) -> None:
+def test_the_help_names_the_version_and_every_command(run):
     text = run("--help").out
     for name in ("--version", *main.COMMANDS):
         assert f"\n  {name} " in text
 
 
-def test_the_script_alone_prints_the_help(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_script_alone_prints_the_help(run, monkeypatch, capfd, tmp_path):
     expected = run("--help").out
     monkeypatch.setattr("sys.argv", ["linnaeus"])
     assert main.console() == 0
@@ -49,7 +44,7 @@ def test_the_script_alone_prints_the_help(
 @pytest.mark.parametrize(
     ("script", "is_safe"), [("linnaeus", False), ("linnaeus", True), ("analyze_batch_sizes", False)]
 )
-def test_scripts_import_from_the_current_folder(script: str, is_safe: bool, tmp_path: Path) -> None:
+def test_scripts_import_from_the_current_folder(script, is_safe, tmp_path):
     """The module leaves a file when it is imported; Python itself is asked to import no neighbours."""
     (tmp_path / "bin").mkdir()
     linnaeus = tmp_path / "bin" / "linnaeus"
@@ -73,7 +68,7 @@ def test_scripts_import_from_the_current_folder(script: str, is_safe: bool, tmp_
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("module", ["linnaeus.main", "linnaeus.train"])
-def test_a_module_alone_trains(module: str, tmp_path: Path) -> None:
+def test_a_module_alone_trains(module, tmp_path):
     """Seen by the folder of the run, which exists when training begins."""
     env = {"PYTHONPATH": str(ROOT)}
     with (tmp_path / "log").open("w+") as log:
@@ -86,20 +81,20 @@ def test_a_module_alone_trains(module: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [[], ["train"]])
-def test_training_is_a_command_beside_the_others(run: Run, first: list[str]) -> None:
+def test_training_is_a_command_beside_the_others(run, first):
     outcome = run(*first, "TRAIN.EPOCHS", "7", "model=resnet18", "--print-config")
     assert (outcome.code, outcome.err) == (0, "")
     assert "EPOCHS: 7\n" in outcome.out
 
 
-def test_a_command_behind_other_words_is_named(run: Run) -> None:
+def test_a_command_behind_other_words_is_named(run):
     outcome = run("train", "sweep", "TRAIN.EPOCHS=1,2")
     assert (outcome.code, "linnaeus sweep " in outcome.err) == (2, True)
     outcome = run("MODEL.NAME", "analyze", "--print-config")  # here it is a value
     assert (outcome.code, yaml.safe_load(outcome.out)["MODEL"]["NAME"]) == (0, "analyze")
 
 
-def test_multirun_is_a_sweep(run: Run) -> None:
+def test_multirun_is_a_sweep(run):
     grid = ["DATA.BATCH_SIZE=8,16", "--print-config"]
     expected = run("sweep", *grid)
     assert (expected.code, expected.out.count("# DATA.BATCH_SIZE=")) == (0, 2)
@@ -110,11 +105,9 @@ def test_multirun_is_a_sweep(run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", [[], ["sweep"]])
-def test_of_several_ranks_the_first_one_speaks(
-    run: Run, monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
+def test_of_several_ranks_the_first_one_speaks(run, monkeypatch, command):
     """The others stay until it has spoken: torchrun ends all ranks with the first one that leaves."""
-    waited: list[float] = []
+    waited = []
     monkeypatch.setattr(main, "time", SimpleNamespace(sleep=waited.append))
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
@@ -128,7 +121,7 @@ def test_of_several_ranks_the_first_one_speaks(
 
 @pytest.mark.e2e
 @pytest.mark.distributed
-def test_training_under_torchrun_shows_a_mistake_once(torchrun: Run) -> None:
+def test_training_under_torchrun_shows_a_mistake_once(torchrun):
     outcome = torchrun(2, "DATA.BATCHSIZE=3")
     assert outcome.code != 0
     assert outcome.err.count("DATA.BATCH_SIZE?") == 1

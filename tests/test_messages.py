@@ -1,15 +1,11 @@
 """What the program itself says: about a command line, a run's folder, a disk, a device and its ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
 from errno import EDQUOT
-from pathlib import Path
 from unittest.mock import Mock
 
-import pytest
 import torch
 
 from linnaeus.config.schema import DistConfig
@@ -17,8 +13,7 @@ from linnaeus.runtime.distributed import World, join, resolve_device
 from linnaeus.runtime.files import why_not_written
 from linnaeus.runtime.run_folder import Claim, claim_run_folder
 from linnaeus.training.metrics_file import MetricsFile
-from tests.helpers.messages import Golden, error_of
-from tests.helpers.runs import Run
+from tests.helpers.messages import error_of
 
 COMMAND_LINES = (
     "+DATA.FOO=1",
@@ -33,9 +28,7 @@ COMMAND_LINES = (
 )
 
 
-def test_messages(
-    golden: Golden, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages(golden, run, tmp_path, monkeypatch):
     (tmp_path / "broken.yaml").write_text("DATA: [1,\n")
     messages = {line: run(*line.split(), "--print-config").err for line in COMMAND_LINES}
 

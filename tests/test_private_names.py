@@ -1,16 +1,11 @@
 """Private names of other packages that Linnaeus uses; one that is gone fails here by its name."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
@@ -30,7 +25,7 @@ SOURCES = [
 ]
 TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
 
-ATTRIBUTES: dict[Any, str] = {
+ATTRIBUTES = {
     torch.UntypedStorage: "_cdata",
     torch.Tensor: "_backward_hooks _indices _is_view _use_count",
     torch.ops.aten: "_log_softmax _scaled_dot_product_efficient_attention "
@@ -51,7 +46,7 @@ ATTRIBUTES: dict[Any, str] = {
 }
 """Attributes of objects, by the class that has them."""
 
-STRINGS: dict[Any, str] = {
+STRINGS = {
     torch.Tensor: "_backward_hooks _post_accumulate_grad_hooks",
     torch.optim.Optimizer: "_optimizer_load_state_dict_pre_hooks",
     torch.optim.lr_scheduler.LRScheduler: "_last_lr",
@@ -67,11 +62,11 @@ STRINGS: dict[Any, str] = {
 NAMED_TUPLE = {"_asdict", "_replace"}
 
 
-def is_private(dotted: str) -> bool:
+def is_private(dotted):
     return any(part.startswith("_") and part[1:2] != "_" for part in dotted.split("."))
 
 
-def own_names() -> set[str]:
+def own_names():
     """Names that Linnaeus itself gives to functions, classes and attributes."""
     nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
     defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
@@ -88,9 +83,9 @@ def own_names() -> set[str]:
     return defined | fields | stored
 
 
-def imported(tree: ast.Module) -> dict[str, str]:
+def imported(tree):
     """The full name of each name that a module imports from other packages."""
-    names: dict[str, str] = {}
+    names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -101,7 +96,7 @@ def imported(tree: ast.Module) -> dict[str, str]:
     return names
 
 
-def full_names(path: Path) -> Iterator[str]:
+def full_names(path):
     """Private names that follow from an import, such as `torch._C._storage_Use_Count`."""
     names = imported(TREES[path])
     yield from filter(is_private, names.values())
@@ -116,16 +111,16 @@ FULL_NAMES = sorted({name for path in SOURCES for name in full_names(path)})
 
 
 @pytest.mark.parametrize("name", FULL_NAMES)
-def test_a_private_name_of_another_package_is_there(name: str) -> None:
+def test_a_private_name_of_another_package_is_there(name):
     assert has(name)
 
 
-def test_a_name_that_is_gone_is_noticed() -> None:
+def test_a_name_that_is_gone_is_noticed():
     assert len(FULL_NAMES) > 20
     assert not has("torch._C._no_such_name")
 
 
-def has(name: str) -> bool:
+def has(name):
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -145,11 +140,11 @@ def has(name: str) -> bool:
         for name in names.split()
     ],
 )
-def test_a_private_attribute_of_a_foreign_object_is_there(owner: Any, name: str) -> None:
+def test_a_private_attribute_of_a_foreign_object_is_there(owner, name):
     assert hasattr(owner, name) or name in inspect.getsource(owner)
 
 
-def test_each_foreign_private_attribute_is_listed() -> None:
+def test_each_foreign_private_attribute_is_listed():
     own = own_names() | NAMED_TUPLE
     resolved = {name.rpartition(".")[2] for name in FULL_NAMES}
     used = {

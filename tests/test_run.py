@@ -1,14 +1,11 @@
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import yaml
 from PIL import Image
 
 from linnaeus.main import cli
-from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
+from tests.helpers.runs import SMALL, assert_same_bits, weights
 from tests.helpers.small_runs import lines_of
 from tests.helpers.trained import write_images
 
@@ -18,7 +15,7 @@ e2e, slow = pytest.mark.e2e, pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def searched(tmp_path_factory):
     """The folder of a run whose sizes AutoBatch has found; the tests that use it only read."""
     folder = tmp_path_factory.mktemp("searched")
     own = ("TRAIN.EMA.ENABLED=True", "MODEL.DROP_RATE=0.1", "DATA.AUGMENT.ROTATION=10")
@@ -30,7 +27,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "small"
 
 
-def test_files_of_a_run(searched: Path) -> None:
+def test_files_of_a_run(searched):
     assert {path.name for path in searched.iterdir()} == {
         "config.yaml",
         "model.json",
@@ -75,9 +72,7 @@ def test_files_of_a_run(searched: Path) -> None:
     assert result["training_s"] * result["images_per_s"] == pytest.approx(2 * 96, rel=0.05)
 
 
-def test_the_saved_configuration_with_its_sizes_trains_the_same_bits(
-    searched: Path, run: Run, tmp_path: Path
-) -> None:
+def test_the_saved_configuration_trains_the_same_bits(searched, run, tmp_path):
     """The search has left no trace in the training that followed."""
     saved = ("--cfg", str(searched / "config.yaml"), f"EXPERIMENT.OUTPUT_DIR={tmp_path}")
     outcome = run(*saved, "DATA.AUTOBATCH.ENABLED=False", "EXPERIMENT.NAME=again")
@@ -89,7 +84,7 @@ def test_the_saved_configuration_with_its_sizes_trains_the_same_bits(
     assert losses[0] == losses[1]
 
 
-def test_grey_photographs_with_the_preset(run: Run, tmp_path: Path) -> None:
+def test_grey_photographs_with_the_preset(run, tmp_path):
     """A flat folder of grey images, of which one is damaged, needs little but its path."""
     for name in ("cats", "dogs"):
         (tmp_path / "grey" / name).mkdir(parents=True)
@@ -128,7 +123,7 @@ SWITCHES = {
 @pytest.mark.parametrize(
     "options", [pytest.param(text, marks=mark) for text, mark in SWITCHES.items()]
 )
-def test_switches(run: Run, options: str) -> None:
+def test_switches(run, options):
     outcome = run(*SMALL, "TRAIN.EPOCHS=1", *options.split(), *AUTOBATCH)
     assert outcome.code == 0, outcome.err
 
@@ -154,9 +149,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "code", "text"), BAD)
-def test_a_mistake_has_its_exit_code_and_names_its_key(
-    run: Run, tmp_path: Path, options: str, code: int, text: str
-) -> None:
+def test_a_mistake_has_its_exit_code_and_names_its_key(run, tmp_path, options, code, text):
     write_images(tmp_path / "images/a", 4)
     write_images(tmp_path / "images/b", 4)[0].write_text("damaged")
     outcome = run(*SMALL, *options.split())
@@ -168,7 +161,7 @@ def test_a_mistake_has_its_exit_code_and_names_its_key(
     )
 
 
-def test_a_model_with_too_few_outputs_is_refused(run: Run) -> None:
+def test_a_model_with_too_few_outputs_is_refused(run):
     outcome = run(
         f"DATA.DATASET._target_={OWN}.Points",
         "MODEL._target_=torch.nn.Linear",

@@ -1,7 +1,5 @@
 """Runs that are measured in optimizer steps or limited to a part of the data, also stopped and resumed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -33,14 +31,14 @@ STEPS = (
 class Noise(Clusters):
     """Labels that the points do not tell: only what was seen can be right."""
 
-    def __init__(self, split: str) -> None:
+    def __init__(self, split):
         super().__init__(split)
         self.labels = self.labels[
             torch.randperm(len(self), generator=torch.Generator().manual_seed(1))
         ]
 
 
-def assert_same_run(a, b) -> None:
+def assert_same_run(a, b):
     """Weights, training and validation of two runs are equal bit for bit."""
     assert_same_bits(weights(a), weights(b))
     for split in ("train", "val"):
@@ -63,7 +61,7 @@ def whole(tmp_path_factory):
     return folder / "plain"
 
 
-def test_a_run_of_steps_ends_with_its_schedule_and_a_validation(whole) -> None:
+def test_a_run_of_steps_ends_with_its_schedule_and_a_validation(whole):
     steps, rates, _ = curve(whole)
     assert steps == [*range(1, 18)]
     assert validations_of(whole) == [5, 10, 15, 17]
@@ -118,7 +116,7 @@ def test_a_fraction_of_an_epoch_is_validated_exactly(run, tmp_path):
     assert validations_of(folders[1]) == [3, 6, 8, 11, 14, 17, 19, 22]
 
 
-def test_more_steps_go_on_within_the_epoch(run, tmp_path, whole) -> None:
+def test_more_steps_go_on_within_the_epoch(run, tmp_path, whole):
     constant = ("SCHEDULE.NAME=constant", "SCHEDULE.WARMUP_STEPS=0")
     assert run(*STEPS, *constant, f"{NAME}whole").code == 0
     for steps in (9, 17):
@@ -129,7 +127,7 @@ def test_more_steps_go_on_within_the_epoch(run, tmp_path, whole) -> None:
     assert curve(runs[0]) == curve(runs[1])
 
 
-def test_overfitting_validates_on_the_samples_that_train(run, tmp_path) -> None:
+def test_overfitting_validates_on_the_samples_that_train(run, tmp_path):
     options = (
         *PLAIN,
         f"DATA.DATASET._target_={__name__}.Noise",
@@ -157,14 +155,14 @@ def test_overfitting_validates_on_the_samples_that_train(run, tmp_path) -> None:
         ("TRAIN.OVERFIT_BATCHES=1 DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.ENABLED"),
     ],
 )
-def test_keys_that_contradict_each_other_are_one_error(run, options: str, key: str) -> None:
+def test_keys_that_contradict_each_other_are_one_error(run, options, key):
     outcome = run(*PLAIN, *options.split())
     assert (outcome.code, key in outcome.err) == (2, True), outcome.err
 
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_limit_takes_the_same_random_samples(name: str, split: str) -> None:
+def test_a_limit_takes_the_same_random_samples(name, split):
     config = load(f"DATA.DATASET.NAME={name}", f"DATA.LIMIT_{split.upper()}_SAMPLES=40").DATA
     every = build_data(replace(config, LIMIT_TRAIN_SAMPLES=None, LIMIT_VAL_SAMPLES=None), seed=3)
     first, again, other = (build_data(config, seed=seed).splits[split] for seed in (3, 3, 4))
@@ -179,7 +177,7 @@ def test_a_limit_takes_the_same_random_samples(name: str, split: str) -> None:
 
 @pytest.mark.parametrize("max_steps", [1, 12, 13, 25, 40])
 @pytest.mark.parametrize("effective", [None, 8, 24])
-def test_the_plan_has_as_many_steps_as_wanted(max_steps: int, effective: int | None) -> None:
+def test_the_plan_has_as_many_steps_as_wanted(max_steps, effective):
     train = TrainConfig(MAX_STEPS=max_steps, EFFECTIVE_BATCH_SIZE=effective, EPOCHS=2)
     facts = Facts(max_micro_batch_size=8, world_size=1, num_samples=100, learning_rate=0.1)
     plan = plan_batches(train, OptimizerConfig(), ScheduleConfig(), facts)

@@ -1,11 +1,8 @@
 """Weights & Biases through its real client, offline, and what lies in the file that it records."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +12,6 @@ import pytest
 from linnaeus.config.schema import ExperimentConfig
 from linnaeus.training.tracking import Tracker, start_tracking
 from tests.helpers import forks
-from tests.helpers.forks import Outcome
 from tests.helpers.runs import wait_until
 
 PROGRAM = """
@@ -39,21 +35,11 @@ tracker.summarise({"top1/species": 0.75})
 tracker.finish(0)
 """
 """What a run tells its tracker, with metrics from the first step on."""
-LATE = 'tracker.log({"train/loss": 1.0}, step=2)'
-END_CHILDREN = """
-import psutil
-children = psutil.Process().children(recursive=True)
-assert children
-for child in children:
-    child.terminate()
-psutil.wait_procs(children)
-"""
-"""What a batch system does to a job: the client's own process ends before the training that it serves."""
 
 Record = Any
 
 
-def record(folder: Path, program: str = PROGRAM, **environment: str) -> Outcome:
+def record(folder, program=PROGRAM, **environment):
     """Run the program as on a machine that has never seen W&B: no key, no mode, an empty home."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     for name in ("HOME", "USERPROFILE"):
@@ -66,7 +52,7 @@ def record(folder: Path, program: str = PROGRAM, **environment: str) -> Outcome:
     return outcome
 
 
-def read(path: Path) -> Iterator[Record]:
+def read(path):
     """The records of a .wandb file, which is a LevelDB log: blocks of 32 KiB with records in pieces."""
     from wandb.proto.wandb_internal_pb2 import Record as Message
 
@@ -86,11 +72,11 @@ def read(path: Path) -> Iterator[Record]:
             pieces = b""
 
 
-def recorded(folder: Path) -> list[Record]:
+def recorded(folder):
     """The records of a run; the client may still be writing the last ones."""
-    run: list[Record] = []
+    run = []
 
-    def is_complete() -> bool:
+    def is_complete():
         [path] = folder.glob("logs/wandb/offline-run-*/*.wandb")
         run[:] = read(path)
         return bool(of_kind(run, "exit"))
@@ -99,17 +85,17 @@ def recorded(folder: Path) -> list[Record]:
     return run
 
 
-def items(entries: Any) -> dict[str, Any]:
+def items(entries):
     return {
         entry.key or "/".join(entry.nested_key): json.loads(entry.value_json) for entry in entries
     }
 
 
-def of_kind(run: list[Record], kind: str) -> list[Any]:
+def of_kind(run, kind):
     return [getattr(entry, kind) for entry in run if entry.HasField(kind)]
 
 
-def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path):
     tracker = start_tracking(ExperimentConfig(), run_id="a", folder=tmp_path / "a", config={})
     assert type(tracker) is Tracker
     tracker.log({"loss": 1.0}, step=1)
@@ -119,9 +105,7 @@ def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) 
 
 
 @pytest.mark.e2e
-def test_a_run_without_a_key_is_recorded_offline_with_metrics_and_summary(
-    tmp_path: Path,
-) -> None:
+def test_a_run_without_a_key_is_recorded_offline(tmp_path):
     folder, outcome = tmp_path, record(tmp_path)
     [run_folder] = (folder / "logs/wandb").glob("offline-run-*")
     assert outcome.err.splitlines()[1].endswith(f"wandb sync {run_folder.relative_to(folder)}")
@@ -143,7 +127,7 @@ def test_a_run_without_a_key_is_recorded_offline_with_metrics_and_summary(
         for row in history
     }
     assert metrics == {1: {"train/loss": 1.5, "val/loss": 1.25}, 2: {"train/loss": 1.0}}
-    summary: dict[str, Any] = {}
+    summary = {}
     for entry in of_kind(run, "summary"):
         summary |= items(entry.update)
     assert summary["autobatch/train_batch_size"] == summary["autobatch/val_batch_size"] == 64
@@ -152,33 +136,14 @@ def test_a_run_without_a_key_is_recorded_offline_with_metrics_and_summary(
     assert [entry.exit_code for entry in of_kind(run, "exit")] == [0]
 
 
-@pytest.mark.slow
-def test_a_signal_to_all_processes_ends_the_record_but_not_the_run(tmp_path: Path) -> None:
-    assert LATE in PROGRAM
-    outcome = record(tmp_path, program=PROGRAM.replace(LATE, END_CHILDREN + LATE))
-    assert len(outcome.err.splitlines()) == 3
-    assert outcome.err.count("wandb sync") == 1
-    (tmp_path / "logs/wandb").rename(tmp_path / "broken")
-    record(tmp_path)
-    run = recorded(tmp_path)
-    assert [entry.exit_code for entry in of_kind(run, "exit")] == [0]
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        pytest.param("short", marks=pytest.mark.e2e),
-        pytest.param("k" * 40, marks=pytest.mark.slow),  # it tries for half a minute
-    ],
-    ids=["bad key", "no network"],
-)
-def test_a_server_that_cannot_be_reached_or_used_means_offline(tmp_path: Path, key: str) -> None:
-    outcome = record(tmp_path, WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
+@pytest.mark.e2e
+def test_a_key_that_the_server_refuses_means_offline(tmp_path):
+    outcome = record(tmp_path, WANDB_API_KEY="short", WANDB_BASE_URL="http://127.0.0.1:9")
     run = recorded(tmp_path)
     assert items(of_kind(run, "history")[-1].item)["train/loss"] == 1.0
     assert "wandb sync" in outcome.err
 
 
-def test_a_mode_from_the_environment_is_respected(tmp_path: Path) -> None:
+def test_a_mode_from_the_environment_is_respected(tmp_path):
     record(tmp_path, WANDB_MODE="disabled")
     assert not [*tmp_path.glob("logs/wandb/offline-run-*")]

@@ -1,7 +1,5 @@
 """A user's model that goes wrong where the environment variable FAULT says, in real ways."""
 
-from __future__ import annotations
-
 import os
 
 import torch
@@ -68,14 +66,6 @@ class Model(nn.Module):
         exhaust("forward")
         features = Exhausting.apply(self.hidden(images.flatten(1)).relu())
         return tuple(head(features) for head in self.heads)
-
-
-class ModelThatReduces(Model):
-    """Sums its features over all ranks."""
-
-    def forward(self, x):
-        torch.distributed.all_reduce(x.detach().clone())
-        return super().forward(x)
 
 
 class ModelWithUnusedBranch(Model):

@@ -3,8 +3,6 @@
 A process runs all of them, as `work` of `tests.helpers.processes.compute`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import itertools
@@ -169,17 +167,15 @@ def a_search_may_take_longer_than_the_timeout_of_the_group(rank):
     )  # of old torch
     set_timeout(datetime.timedelta(milliseconds=1), brief)
     trials = []
-    assert (
-        find(lambda batch: trials.append(len(batch)), max_batch_size=16, group=brief).batch_size
-        == 16
-    )
+    options = {"max_batch_size": 16, "memory_limit_gb": 8.0, "group": brief}
+    assert find(lambda batch: trials.append(len(batch)), **options).batch_size == 16
     assert trials
     dist.barrier()
     if rank == 0:
         assert isinstance(error_of(dist.barrier, group=brief), RuntimeError), "rank 1 does not come"
 
 
-def searches_in_one_context_share_its_control_plane_which_is_gone_afterwards(rank):
+def searches_in_one_context_share_its_control_plane(rank):
     def around():
         connections = psutil.Process().net_connections("tcp")
         return sorted(each.name for each in threading.enumerate()), len(connections)
@@ -201,15 +197,6 @@ def searches_in_one_context_share_its_control_plane_which_is_gone_afterwards(ran
 # --- steps that communicate ---
 
 
-def a_collective_of_a_step_is_an_error_and_no_hang(rank):
-    def functional(group):
-        return lambda batch: functional_collectives.all_reduce(batch, "sum", group).sum()
-
-    refuses("allreduce", find, lambda batch: dist.all_reduce(batch))
-    refuses("allreduce", find, functional(dist.group.WORLD), max_batch_size=4)
-    assert find(functional(group_of_one(rank)), max_batch_size=4).batch_size == 4
-
-
 def a_collective_of_a_later_step_is_an_error_and_no_hang(rank):
     """Whichever group it names, whoever calls it, and only once in a search."""
     others, one = dist.new_group(), group_of_one(rank)
@@ -218,7 +205,6 @@ def a_collective_of_a_later_step_is_an_error_and_no_hang(rank):
         "all": lambda group: functional_collectives.all_reduce(
             torch.ones(2), "sum", group or dist.group.WORLD
         ).sum(),
-        "barrier": lambda group: dist.barrier(group=group),
         "broadcast": lambda group: dist.broadcast_object_list([1], group=group, group_src=0),
     }
     for word, communicate in communications.items():
@@ -253,7 +239,7 @@ def group_of_one(rank):
 class Scaled:
     """What a hook that is a method keeps."""
 
-    def hook(self, _, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+    def hook(self, _, bucket):  # torch compares annotations
         return halved_allreduce(None, bucket)
 
 
@@ -321,7 +307,7 @@ class WithoutUnused(Net):
         del self.never, self.sometimes
 
 
-def halved_allreduce(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+def halved_allreduce(_, bucket):  # torch compares annotations
     """A communication hook that training cannot do without."""
     summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return summed.then(lambda future: future.value()[0] / 4)
@@ -410,7 +396,7 @@ def the_hooks_of_a_wrapper_run_in_a_joint_step_and_count(rank):
         size = 1
         wrapper = DistributedDataParallel(Residual(64))
 
-        def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+        def hook(_, bucket):  # torch compares annotations
             mib = size * mib_per_sample if rank else 0  # noqa: B023
             calls.append(torch.ones(mib * MIB // 4).numel())  # noqa: B023
             return halved_allreduce(None, bucket)
@@ -450,7 +436,7 @@ def an_error_in_a_joint_step_of_a_wrapper_is_raised_on_all(rank):
                 failures.append(here)  # noqa: B023
                 raise KeyError("broken")
 
-        def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+        def hook(_, bucket):  # torch compares annotations
             fail("hook")
             return halved_allreduce(None, bucket)
 
@@ -576,7 +562,7 @@ def is_sharded_training_the_same(how, steps_before, mode):
     return len(values) == len(expected) and all(map(torch.equal, values, expected))
 
 
-def training_of_a_sharded_model_after_a_search_is_that_without_one(rank):
+def sharded_training_after_a_search_is_that_without_one(rank):
     assert is_sharded_training_the_same("full", 1, "train")
 
 
@@ -635,9 +621,6 @@ def an_error_in_a_joint_step_is_tried_once_and_raised_on_all(rank):
 
     for call, fail, word, in_backward in (
         (1, raised(KeyError), "KeyError: 'broken'", False),
-        (6, raised(KeyError), "KeyError: 'broken'", True),
-        (6, raised(ValueError), "ValueError: broken", False),
-        (1, more_than_there_is, "max_batch_size", False),
         (6, more_than_there_is, "max_batch_size", True),
     ):
         calls, error = search(call, fail, in_backward)
@@ -653,7 +636,7 @@ def an_error_in_a_joint_step_is_tried_once_and_raised_on_all(rank):
     assert (calls, found.batch_size) == (8, 2), found
 
 
-def a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered(rank):
+def a_size_whose_joint_step_exceeds_a_budget_is_lowered(rank):
     """What the last rank allocates only together with the others is in no trial of a rank alone."""
     model, last = sharded("full"), dist.get_world_size() - 1
     sizes = []
@@ -729,13 +712,6 @@ def a_model_with_an_unused_branch_is_tried_as_it_is_trained(rank):
         assert find_sizes(search)["train"].batch_size == 24
 
 
-def a_collective_of_a_model_of_a_run_is_an_error_and_no_hang(rank):
-    model = "MODEL._target_=tests.autobatch.faulty.ModelThatReduces"
-    with run_of(rank, model) as search:
-        if rank == 0:
-            refuses("allreduce", find_sizes, search)
-
-
 # --- four ranks ---
 
 
@@ -798,8 +774,7 @@ OF_TWO = (
     an_error_of_one_rank_is_raised_there_and_told_to_the_others,
     a_rank_that_does_not_call_is_named,
     a_search_may_take_longer_than_the_timeout_of_the_group,
-    searches_in_one_context_share_its_control_plane_which_is_gone_afterwards,
-    a_collective_of_a_step_is_an_error_and_no_hang,
+    searches_in_one_context_share_its_control_plane,
     a_collective_of_a_later_step_is_an_error_and_no_hang,
     what_no_rank_can_step_alone_is_refused_by_name,
     state_that_one_rank_refuses_is_named_before_any_collective,
@@ -809,12 +784,11 @@ OF_TWO = (
     an_error_in_a_joint_step_of_a_wrapper_is_raised_on_all,
     a_wrapper_that_state_does_not_hold_is_refused_by_name,
     sync_batchnorm_normalises_over_one_rank_in_a_search,
-    training_of_a_sharded_model_after_a_search_is_that_without_one,
+    sharded_training_after_a_search_is_that_without_one,
     an_error_in_a_joint_step_is_tried_once_and_raised_on_all,
-    a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered,
+    a_size_whose_joint_step_exceeds_a_budget_is_lowered,
     a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank,
     a_model_with_an_unused_branch_is_tried_as_it_is_trained,
-    a_collective_of_a_model_of_a_run_is_an_error_and_no_hang,
 )
 BODIES = {
     2: OF_TWO,
@@ -891,7 +865,7 @@ def search_until_one_fails_within_a_collective(rank, folder):
     heartbeat.BEAT_S = 0.05
     wrapper = DistributedDataParallel(Residual(64))
 
-    def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+    def hook(_, bucket):  # torch compares annotations
         op = dist.ReduceOp.BAND if rank else dist.ReduceOp.SUM  # of floats there is none
         return dist.all_reduce(bucket.buffer(), op, async_op=True).get_future()
 
@@ -906,13 +880,3 @@ def has_ended(pid):
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
-
-
-def spawned(rank, folder):
-    """For `torch.multiprocessing.spawn`."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2
-    )
-    find(max_batch_size=1)  # a first search loads what the limits below do not count
-    the_size_of_all_fits_on_each(rank)

@@ -1,7 +1,5 @@
 """`find_budget` and `BudgetBatchSampler`: batches by tokens, pixels or nodes."""
 
-from __future__ import annotations
-
 from itertools import chain, islice
 
 import pytest
@@ -87,33 +85,6 @@ def test_trials_run_the_longest_and_the_most_samples(max_samples, expected):
     assert batches == expected
 
 
-def graphs():
-    """From 5 to 60 nodes, with four edges at each."""
-    numbers = lengths(200).div(7).long() + 5
-    return [
-        {"nodes": torch.ones(int(n), 64), "edges": torch.zeros(2, 4 * int(n)).long()}
-        for n in numbers
-    ]
-
-
-def joined(samples):
-    return {
-        "nodes": torch.cat([each["nodes"] for each in samples]),
-        "edges": torch.cat([each["edges"] for each in samples], 1),
-    }
-
-
-def message_passing():
-    layer = nn.Linear(64, 64)
-
-    def step(batch):
-        source, target = batch["edges"]
-        messages = layer(batch["nodes"])[source].relu()
-        torch.zeros_like(batch["nodes"]).index_add(0, target, messages).sum().backward()
-
-    return layer, step
-
-
 def images():
     sides = lengths(200).div(6).long() + 8
     return [torch.ones(3, int(side), int(side) // 2 + 4) for side in sides]
@@ -132,27 +103,18 @@ def convolution():
     return layers, lambda batch: layers(batch).square().mean().backward()
 
 
-CASES = {
-    "graphs": (graphs, joined, message_passing, lambda graph: graph["edges"].shape[1], False, 4),
-    "images": (images, padded_images, convolution, lambda image: image[0].numel(), True, 12),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_memory_of_each_batch_is_within_the_peak(case):
-    make, collate, model, cost, padded, room_mib = CASES[case]
-    samples, (layers, step) = make(), model()
-    step(collate(samples[:2]))  # the gradients
-    found = find_budget(
-        step, samples, collate, cost=cost, padded=padded, state=[layers], **room(room_mib)
-    )
+def test_the_memory_of_each_batch_is_within_the_peak():
+    samples, (layers, step) = images(), convolution()
+    step(padded_images(samples[:2]))  # the gradients
+    options = {"cost": lambda image: image[0].numel(), "padded": True, **room(12)}
+    found = find_budget(step, samples, padded_images, state=[layers], **options)
     assert found.limited_by == "memory"
-    sampler = BudgetBatchSampler(found.costs, found.budget, padded=padded)
+    sampler = BudgetBatchSampler(found.costs, found.budget, padded=True)
     growth = found.peak_bytes - found.search.held_bytes
     peaks = []
     for batch in chain.from_iterable(epochs_of(sampler, 2)):
         with Ledger() as ledger:
-            step(collate([samples[index] for index in batch]))
+            step(padded_images([samples[index] for index in batch]))
         peaks.append(ledger.peak_bytes)
     assert growth / 2 < max(peaks) <= growth
 

@@ -1,7 +1,5 @@
 """What runs before collectives of a group that communicates nothing; real groups are in test_group."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -56,7 +54,7 @@ def test_each_kind_of_collective_is_seen_and_then_runs(name, world):
     assert seen == [name], "outside of the context it is not seen"
 
 
-def test_collectives_in_compiled_code_and_in_backward_are_refused(world):
+def test_collectives_of_compiled_code_and_backward_are_refused(world):
     class Summed(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

@@ -1,7 +1,5 @@
 """`auto_find_batch_size` as a library, on plain PyTorch loops."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -26,7 +24,6 @@ from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.memory.host import CpuMemory
-from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.settings import SearchSettings
@@ -120,25 +117,6 @@ def test_a_size_is_no_certificate_where_memory_varies(drawn, max_trials):
     assert result.batch_size == 16 if max_trials == 1 else 0.9 * most <= result.batch_size <= most
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-def test_random_steps_cost_at_most_three_confirmations(seed):
-    drawn = random.Random(seed)
-    events = []
-
-    class Purposes(SearchObserver):
-        def trial_started(self, size, purpose):
-            events.append(purpose)
-
-    def step(batch):
-        torch.empty(len(batch) * (1 if drawn.random() < 0.9 else 2), WIDTH)
-
-    options = {**room(240), "max_batch_size": 300, "observer": Purposes()}
-    result = find_on_cpu(step, make_batch, **options)
-    assert not result.certified
-    assert 0 < events.count("confirmation") <= 3
-    assert record_of(result, result.batch_size).fits(result.budget_bytes)
-
-
 @pytest.mark.parametrize("device", ["cuda", "cuda:9", "xpu", "meta", "gpu"])
 def test_a_device_that_is_not_there_is_refused(device):
     if torch.accelerator.is_available() and device == torch.accelerator.current_accelerator().type:
@@ -149,7 +127,7 @@ def test_a_device_that_is_not_there_is_refused(device):
 
 def test_memory_that_varies_beside_a_large_optimizer_is_noticed():
     """With one sample, the peak is that of the optimizer's step, whichever size is drawn."""
-    model, drawn = nn.Linear(1, 8 * MIB, bias=False), Drawn()
+    model, drawn = nn.Linear(1, 2 * MIB, bias=False), Drawn()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(batch):
@@ -158,7 +136,7 @@ def test_memory_that_varies_beside_a_large_optimizer_is_noticed():
         optimizer.step()
         optimizer.zero_grad()
 
-    result = find_on_cpu(step, make_batch, state=(model, optimizer), **room(400))
+    result = find_on_cpu(step, make_batch, state=(model, optimizer), **room(120))
     assert not result.certified
 
 
@@ -187,7 +165,7 @@ def test_steps_that_differ_without_a_higher_peak_are_certified(name):
 @pytest.mark.parametrize("kept", [lambda batch: batch * 3, lambda batch: batch[:1] * 3])
 def test_a_step_that_keeps_every_output_has_no_size(kept, extra_mib):
     outputs = []
-    with pytest.raises(AutoBatchError, match=r"keeps [\d.]+ MiB .* each call"):
+    with pytest.raises(AutoBatchError, match=r"[\d.]+ MiB"):
         find_on_cpu(lambda batch: outputs.append(kept(batch)), make_batch, **room(extra_mib))
     outputs.clear()  # the traceback holds them, and later tests measure what is held
 
@@ -210,11 +188,9 @@ def test_a_cache_that_is_full_is_no_leak(num_kept):
 
 
 @pytest.mark.parametrize(("num_kept", "is_said"), [(1, False), (8, True)])
-def test_the_last_batch_alone_is_no_growth(
-    num_kept: int, is_said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_last_batch_alone_is_no_growth(num_kept, is_said, caplog):
     """A cache of several batches is."""
-    last: deque[Tensor] = deque([torch.empty(1, WIDTH)], num_kept)
+    last = deque([torch.empty(1, WIDTH)], num_kept)
     find_on_cpu(lambda batch: last.append(batch), make_batch, **room(100))
     assert any(record.levelname == "WARNING" for record in caplog.records) == is_said
 
@@ -257,7 +233,7 @@ def test_the_size_ran_within_the_budget_and_the_next_one_did_not(strategy, multi
 
 
 @pytest.mark.parametrize("confirm", [True, False])
-def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm):
+def test_the_size_fits_what_the_process_holds_after_the_search(confirm):
     """Only a confirmation can notice what the last trial has left behind, as a library's buffers."""
     held = []
 
@@ -365,7 +341,7 @@ def test_a_limit_ends_the_search_with_the_best_size_so_far(limit, limited_by, mo
 # --- kinds of loops ---
 
 
-def test_batchnorm_trains_on_no_single_sample_and_validates_on_one():
+def test_batchnorm_never_trains_on_a_single_sample():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sizes = []
@@ -443,13 +419,6 @@ def test_the_samples_that_make_batch_has_are_an_upper_bound(make, max_batch_size
     assert len(result.trials) <= 9
 
 
-def test_a_bound_of_memory_below_the_samples_stays_one_of_memory():
-    rows = make_batch(300)
-    result = find_on_cpu(plain_step, lambda n: rows[:n], max_batch_size=None, **room(100))
-    assert result.limited_by == "memory"
-    assert 70 <= result.batch_size <= 110  # far from the 300 samples
-
-
 OTHER_BATCHES = {
     "tokens": lambda n: torch.zeros(max(n // 32, 1), 32),
     "time first": lambda n: (torch.zeros(16, n, 4), torch.zeros(16, n)),
@@ -477,20 +446,10 @@ def test_the_limit_of_a_kernel_is_named(limit):
     assert result.limited_by == "kernel"
     assert limit / 1.01 <= result.batch_size <= limit
     assert {trial.status for trial in result.trials} == {"fits", "kernel"}
-    assert AutoBatchResult.from_dict("train", json.loads(json.dumps(result.as_dict()))) == (
-        dataclasses.replace(
-            result,
-            seconds=round(result.seconds, 3),
-            trials=tuple(
-                dataclasses.replace(trial, seconds=round(trial.seconds, 3))
-                for trial in result.trials
-            ),
-        )
-    )
 
 
 @pytest.mark.parametrize("min_batch_size", [1, 5])
-def test_an_error_of_the_first_size_says_which_arguments_choose_it(min_batch_size):
+def test_an_error_of_the_first_size_names_its_arguments(min_batch_size):
     def step(batch):
         if len(batch) in (1, 5):
             raise ValueError("expected an even batch")
@@ -502,15 +461,8 @@ def test_an_error_of_the_first_size_says_which_arguments_choose_it(min_batch_siz
     assert {str(min_batch_size), "min_batch_size", "multiple_of"} <= words(note)
     arguments.update(min_batch_size=2, multiple_of=2)
     assert find_on_cpu(step, torch.zeros, **arguments).batch_size == 64
-
-
-def test_an_error_of_a_larger_size_has_no_note():
-    def step(batch):
-        if len(batch) > 1:
-            raise ValueError("one sample only")
-
-    with pytest.raises(ValueError, match="one sample") as caught:
-        find_on_cpu(step, torch.zeros)
+    with pytest.raises(ValueError, match="even") as caught:  # of a larger size
+        find_on_cpu(step, torch.zeros, min_batch_size=2, max_batch_size=5)
     assert not hasattr(caught.value, "__notes__")
 
 
@@ -625,8 +577,6 @@ class Everything:
         gradients = {name: parameter.grad for name, parameter in parameters.items()}
         return {
             "parameters": bits(parameters),
-            "identities": [*map(id, parameters.values()), *map(id, self.optimizer.param_groups)],
-            "moments": [[*map(id, state.values())] for state in self.optimizer.state.values()],
             "gradients": bits(gradients),
             "buffers": bits(dict(self.model.named_buffers())),
             "calls": getattr(self.model, "calls", 0),

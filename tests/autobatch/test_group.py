@@ -1,9 +1,6 @@
 """Ranks that search together: real processes, started once for the bodies of tests in `group_ranks`."""
 
-from __future__ import annotations
-
 import json
-import os
 
 import pytest
 
@@ -71,7 +68,7 @@ def test_a_rank_in_a_collective_that_never_ends_is_ended(tmp_path):
     assert "AutoBatch: rank 1: " in (tmp_path / "log.txt").read_text()
 
 
-@pytest.mark.parametrize(("dead", "joint"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize(("dead", "joint"), [(0, False), (1, True)])
 def test_a_killed_rank_ends_the_other_with_the_cause(tmp_path, dead, joint):
     call = f"search_until_one_dies({{}}, {dead}, pathlib.Path('.'), {joint})"
     ranks = ranks_that_run(call, tmp_path)
@@ -86,19 +83,3 @@ def test_a_killed_rank_ends_the_other_with_the_cause(tmp_path, dead, joint):
     kind, text = json.loads((tmp_path / "error.json").read_text())
     assert kind == "AutoBatchError"
     assert ("rank 1: " if dead == 1 else "store") in text, "rank 0 serves the store"
-
-
-@pytest.mark.slow
-def test_ranks_of_mp_spawn_search_together(tmp_path):
-    """Its processes share no parent that says how many they are, and a file is their store."""
-    program = tmp_path / "spawn.py"
-    program.write_text(
-        "import sys\nfrom pathlib import Path\nimport torch.multiprocessing as mp\n"
-        f"from {PROGRAM} import spawned\n"
-        "if __name__ == '__main__':\n"
-        "    mp.spawn(spawned, (Path(sys.argv[1]),), nprocs=2)\n"
-    )
-    done = forks.python(
-        program, tmp_path, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.code == 0, done.err

@@ -1,7 +1,5 @@
 """What a search says: its errors, warnings, lines, and the sentence about its result."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging
@@ -235,7 +233,7 @@ def shown(log):
     """What a watcher of a search is told."""
     log.search_started(SearchLimits(1, 512, GIB, 0.8, 2 * GIB, "MEMORY_LIMIT_GB"))
     for size, status, purpose in ((1, None, "warm-up"), (16, 0.5, "trial"), (64, None, "trial")):
-        log.trial_started(size, purpose)  # type: ignore[arg-type]
+        log.trial_started(size, purpose)
         if purpose == "trial":
             peak_bytes = None if status is None else int(status * GIB)
             log.trial_finished(

@@ -1,7 +1,5 @@
 """What a user reads about ranks, resumed sizes, predictions and memory."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -168,7 +166,7 @@ def test_messages_of_ranks(golden, monkeypatch, caplog):
         verdicts = result(16, (16, "fits")), result(8, (16, "oom"), (8, "fits"), rank=1)
         finder = SimpleNamespace(find=lambda: verdicts[plane.rank])
         options = {"found": result(16, (16, "fits")), "size": 16}
-        search_on_ranks(lambda *_: nullcontext(finder), SearchSettings(), plane, **options)  # type: ignore[arg-type]
+        search_on_ranks(lambda *_: nullcontext(finder), SearchSettings(), plane, **options)
 
     messages = {**of_ranks(monkeypatch), **of_groups(monkeypatch)}
     said()

@@ -1,7 +1,5 @@
 """Every optimizer of timm trains after a search as without one."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections import deque
@@ -179,7 +177,7 @@ class Keeping(torch.optim.SGD):
         self.numpy = np.random.default_rng(3)
         self.nest = {"pair": ([0.0], 1), "past": deque(maxlen=3)}
 
-    def step(self, closure=None):  # type: ignore[override]
+    def step(self, closure=None):
         super().step(closure)
         self.count += 1
         self.nest["pair"][0][0] += 1.0
@@ -206,7 +204,7 @@ class Hybrid(torch.optim.Optimizer):
             "vectors": torch.optim.Adagrad(vectors),
         }
 
-    def step(self, closure=None):  # type: ignore[override]
+    def step(self, closure=None):
         for optimizer in self.inner.values():
             optimizer.step()
 
@@ -220,31 +218,6 @@ def test_wrappers_and_attributes_are_put_back_too(name):
 
 
 # --- closures ---
-
-
-def test_an_optimizer_that_needs_a_closure_is_searched_with():
-    model = make_model()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2)
-
-    def step(batch):
-        def closure():
-            optimizer.zero_grad()
-            loss = model(batch).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-    before = bits(model.state_dict())
-    found = auto_find_batch_size(
-        step,
-        lambda n: torch.randn(n, 1, 4, 4),
-        state=(model, optimizer),
-        max_batch_size=4,
-        device="cpu",
-    )
-    assert found.batch_size == 4
-    assert bits(model.state_dict()) == before
 
 
 def test_lbfgs_is_measured_with_a_full_history():
@@ -269,7 +242,7 @@ def test_lbfgs_is_measured_with_a_full_history():
                 step if mode == "train" else model,
                 lambda n: torch.randn(n, 256),
                 state=(model, optimizer),
-                mode=mode,  # type: ignore[arg-type]
+                mode=mode,
                 max_batch_size=1,
                 steps_per_trial=1,
                 device="cpu",
@@ -286,7 +259,7 @@ def test_lbfgs_is_measured_with_a_full_history():
 
 
 @pytest.mark.parametrize("has_state", [True, False])
-def test_an_optimizer_that_was_left_out_of_state_is_named_before_it_steps(has_state):
+def test_an_optimizer_left_out_of_state_is_named_before_it_steps(has_state):
     loop = Loop(lambda model: torch.optim.AdamW(model.parameters()))
     other = nn.Linear(2, 2)
     second = torch.optim.Adagrad(other.parameters(), lr=1.0)
@@ -305,7 +278,7 @@ def test_an_optimizer_that_was_left_out_of_state_is_named_before_it_steps(has_st
     second.step()  # outside of the search it may
 
 
-def test_an_optimizer_that_a_step_makes_for_itself_needs_no_restoring():
+def test_an_optimizer_made_inside_a_step_needs_no_restoring():
     def step(batch):
         noise = torch.zeros(2, requires_grad=True)
         attack = torch.optim.SGD([noise], lr=0.1)

@@ -57,7 +57,7 @@ def test_the_size_holds_in_all_phases_and_leaves_no_trace(factors):
     assert bits(model.state_dict()) == before
 
 
-def test_what_needs_most_memory_first_costs_one_trial_for_each_later_phase():
+def test_each_phase_after_the_largest_costs_one_trial():
     model = Growing(2, 2)
     assert len(find(model, 3, 1, 2).trials) == len(find(model, 3).trials) + 2
 

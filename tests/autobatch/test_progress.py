@@ -1,13 +1,8 @@
 """What is seen of a search while it runs: events, log lines, and rows on a terminal."""
 
-from __future__ import annotations
-
 import json
 import logging
-import os
 import re
-import termios
-from contextlib import suppress
 
 import pytest
 import torch
@@ -19,14 +14,12 @@ from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.size_search.report import SearchProgress
-from tests.helpers import consoles, forks
+from tests.helpers import consoles
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL, freeze_what_is_there
 from tests.helpers.searches import OWN_MODEL
 
 AUTOBATCH = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24", "TRAIN.EPOCHS=1")
-ROWS = r"^ +{number}  +{size}  fits +\d+\.\d{{3}} +\d+\.\d% +\d+\.\d\d"
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def make_batch(size):
@@ -150,41 +143,3 @@ def test_rows_are_for_terminals_and_levels_up_to_info(monkeypatch, caplog):
 
 
 # --- a real terminal ---
-
-
-def on_terminal(folder, *argv):
-    """What a command line writes to a terminal until it ends well, without escape sequences."""
-    master, slave = os.openpty()
-    termios.tcsetwinsize(slave, (40, 120))
-    with os.fdopen(slave, "wb") as file:
-        process = forks.start(
-            ["-m", "linnaeus.main", *argv],
-            cwd=folder,
-            stdout=file,
-            stderr=file,
-            env={"PYTHONPATH": str(forks.ROOT), "CI": "", "TERM": "xterm", "NO_COLOR": "1"},
-        )
-    written = b""
-    with (
-        os.fdopen(master, "rb", buffering=0) as file,
-        suppress(OSError),
-    ):  # the other side is closed
-        while part := file.read(1 << 16):
-            written += part
-    text = _ESCAPES.sub("", written.decode(errors="replace")).replace("\r", "\n")
-    assert process.wait(forks.limit_s) == 0, text
-    return text
-
-
-@pytest.mark.e2e
-def test_a_run_on_a_terminal_shows_each_trial_as_it_ends(tmp_path):
-    text, folder = on_terminal(tmp_path, *SMALL, *AUTOBATCH), tmp_path / "runs/small"
-    rows = [ROWS.format(number=number, size=size) for number, size in ((1, 16), (2, 24))]
-    in_order = "(?s:.*)".join((rows[0], r"^. 0:\d\d train: .* 24, trial 2 \(16: ", rows[1]))
-    assert re.search(in_order, text.partition("AutoBatch val")[0], re.MULTILINE), text
-    found = json.loads((folder / "autobatch.json").read_text())
-    trials = [
-        (mode, trial["batch_size"]) for mode in ("train", "val") for trial in found[mode]["trials"]
-    ]
-    assert trial_lines((folder / "logs/rank0.log").read_text()) == trials
-    assert not trial_lines(text), "these lines are for the file alone"

@@ -5,8 +5,6 @@ several times what a step adds. The growth of training is that of its tensors, w
 tolerance is small; sizes that are 5 and 10 % too large are outside it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import itertools
@@ -203,7 +201,7 @@ def test_memory_inside_kernels_stays_within_the_budget():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet", "vit"])
-def test_validation_after_training_grows_by_no_more_than_promised(model, tmp_path):
+def test_validation_grows_by_no_more_than_promised(model, tmp_path):
     """And by more with a size that is too large."""
     options = (*MODELS[model], "TRAIN.EMA.ENABLED=True", "OPTIMIZER.NAME=adamw")
     searched = search(*options, extra_mib=120)

@@ -1,12 +1,8 @@
 """The exchange of results over a real store, with threads or a script as ranks; processes: test_ranks."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +16,6 @@ from tests.helpers import planes
 from tests.helpers.planes import nothing, script
 from tests.helpers.searches import result
 
-Work = Callable[[RankStatus], Any]
 CPU = torch.device("cpu")
 
 
@@ -80,7 +75,7 @@ def test_one_process_needs_no_control_plane():
         (KeyboardInterrupt(), 1, "KeyboardInterrupt"),
     ],
 )
-def test_an_error_of_one_rank_ends_all_with_its_message_and_exit_code(error, code, told, capsys):
+def test_an_error_of_one_rank_ends_all_with_its_exit_code(error, code, told, capsys):
     assert ranks(gives(None), raises(error), gives(None)) == [code] * 3
     text = capsys.readouterr().err
     for line in (f"[rank 1] {told}", f"[rank 0] rank 1: {told}", f"[rank 2] rank 1: {told}"):

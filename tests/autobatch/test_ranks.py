@@ -1,7 +1,5 @@
 """AutoBatch under torchrun, with real processes and faults; more is in test_group and test_cluster."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -17,9 +15,7 @@ def sizes(folder):
     return found["train"]["batch_size"], found["val"]["batch_size"]
 
 
-def test_the_size_that_every_rank_has_run_trains_as_one_set_by_hand(
-    torchrun, tmp_path, monkeypatch
-):
+def test_the_size_that_all_ranks_ran_trains_as_one_set_by_hand(torchrun, tmp_path, monkeypatch):
     monkeypatch.setenv("FAULT", "oom:1:backward")
     outcome = torchrun(2, *TINY)
     assert outcome.code == 0, outcome.err

@@ -1,8 +1,5 @@
 """Which of the sizes that fit is fast enough, on curves of known shape and in real runs."""
 
-from __future__ import annotations
-
-import json
 import math
 import random
 
@@ -11,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.autobatch.throughput import sizes_by_speed
-from tests.helpers.runs import SMALL, assert_same_bits, weights
 
 
 class Device:
@@ -30,7 +26,7 @@ def line(overhead, per_sample):
     return lambda size: overhead + per_sample * size
 
 
-def test_a_device_that_is_busy_with_few_samples_gets_a_small_size():
+def test_a_device_busy_with_few_samples_gets_a_small_size():
     device = Device(line(0.010, 0.001))
     fast, seconds = sizes_by_speed(device, range(1, 1025))
     best = max(size / second for size, second in seconds.items())
@@ -90,26 +86,3 @@ def test_any_curve_ends_with_a_size_that_was_timed(
     best = max(size / second for size, second in seconds.items())
     assert all(size / seconds[size] >= 0.95 * best * (1 - 1e-9) for size in fast)
     assert len(device.asked) <= 6 * (math.log2(largest) + 5)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_timed_steps")
-def test_a_run_that_asks_for_throughput_trains_as_with_the_sizes_set_by_hand(run, tmp_path):
-    options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16", "TRAIN.EPOCHS=1")
-    outcome = run(*SMALL, *options, "DATA.AUTOBATCH.OBJECTIVE=throughput")
-    assert outcome.code == 0, outcome.err
-    found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())
-    for result in (found["train"], found["val"]):
-        timings = {timing["batch_size"]: timing["samples_per_s"] for timing in result["timings"]}
-        assert timings[result["batch_size"]] >= 0.95 * max(timings.values())
-        ran = {trial["batch_size"] for trial in result["trials"] if trial["status"] == "fits"}
-        assert result["batch_size"] in ran
-        assert (result["limited_by"] == "throughput") == (result["batch_size"] < max(ran))
-    sizes = {mode: found[mode]["batch_size"] for mode in ("train", "val")}
-    by_hand = (
-        f"DATA.BATCH_SIZE={sizes['train']}",
-        f"DATA.BATCH_SIZE_VAL={sizes['val']}",
-        "TRAIN.EPOCHS=1",
-    )
-    assert run(*SMALL, *by_hand, "EXPERIMENT.NAME=by_hand").code == 0
-    assert_same_bits(weights(tmp_path / "runs/small"), weights(tmp_path / "runs/by_hand"))

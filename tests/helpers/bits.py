@@ -1,15 +1,12 @@
 """Copies of states that are equal only where every bit is."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def bits(value: Any) -> Any:
+def bits(value):
     """A copy that compares equal only if every bit does."""
     if isinstance(value, Tensor):
         dense = value.detach().to_dense().contiguous()
@@ -22,6 +19,6 @@ def bits(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def differences(one, other):
     """The parts of two outcomes that differ in a bit."""
     return [name for name in one if bits(one[name]) != bits(other[name])]

@@ -1,19 +1,14 @@
 """Configurations as a command line loads them, the files that it names, and batch plans."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from linnaeus.batch_plan.effective_batch import Facts
-from linnaeus.batch_plan.plan import BatchPlan, plan_batches
+from linnaeus.batch_plan.plan import plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import (
     BatchScheduleConfig,
-    Config,
     OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
@@ -25,11 +20,11 @@ FACTS = Facts(
 )
 
 
-def load(*argv: str) -> Config:
+def load(*argv):
     return load_config(argv).config
 
 
-def problems(*argv: str) -> list[str]:
+def problems(*argv):
     """What is wrong with a command line."""
     with pytest.raises(ConfigError) as caught:
         load_config(argv)
@@ -37,7 +32,7 @@ def problems(*argv: str) -> list[str]:
     return caught.value.problems
 
 
-def write(files: Mapping[str, str]) -> None:
+def write(files):
     """Write YAML files below the current folder; names have no ending."""
     for name, text in files.items():
         path = Path(f"{name}.yaml")
@@ -46,12 +41,12 @@ def write(files: Mapping[str, str]) -> None:
 
 
 def plan_of(
-    facts: Facts = FACTS,
-    optimizer: OptimizerConfig | None = None,
-    warmup: dict[str, Any] | None = None,
-    schedule: dict[str, Any] | None = None,
-    **train: Any,
-) -> BatchPlan:
+    facts=FACTS,
+    optimizer=None,
+    warmup=None,
+    schedule=None,
+    **train,
+):
     node = TrainConfig(**train, BATCH_SCHEDULE=BatchScheduleConfig(**(schedule or {})))
     return plan_batches(
         node, optimizer or OptimizerConfig(), ScheduleConfig(**(warmup or {})), facts

@@ -1,8 +1,5 @@
 """A user's datasets, right and wrong ones, for `_target_`, and image files."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +13,12 @@ class Samples(Dataset[Any]):
 
     def __init__(
         self,
-        split: str,
-        targets: Any = None,
-        length: int = 6,
-        shape: Any = (3, 4, 4),
-        **attributes: Any,
-    ) -> None:
+        split,
+        targets=None,
+        length=6,
+        shape=(3, 4, 4),
+        **attributes,
+    ):
         self.split = split
         self.targets = targets
         self.length = length
@@ -29,10 +26,10 @@ class Samples(Dataset[Any]):
         for name, value in attributes.items():
             setattr(self, name, value)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if not 0 <= index < self.length:
             raise IndexError(index)
         target = index % 2 if self.targets is None else self.targets
@@ -44,74 +41,74 @@ class TorchvisionStyle(Dataset[Any]):
 
     classes = ("zero", "one", ("two", "deux"))
 
-    def __init__(self, root: str, train: bool = True, mode: str = "RGB", even: bool = True) -> None:
+    def __init__(self, root, train=True, mode="RGB", even=True):
         self.root, self.train, self.mode, self.even = root, train, mode, even
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 30 if self.train else 12
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index):
         width = 20 if self.even else 20 + index
         return Image.new("RGB", (width, 10), (index * 8, 0, 0)).convert(self.mode), index % 3
 
 
 class Stream(IterableDataset[Any]):
-    def __init__(self, split: str) -> None: ...
+    def __init__(self, split): ...
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(())
 
 
 class Strange(Dataset[Any]):
     """Takes neither `split` nor `train`."""
 
-    def __init__(self, root: str = "") -> None: ...
+    def __init__(self, root=""): ...
 
 
 class Failing(Samples):
     """Fails at its fourth sample."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if index == 3:
             raise OSError("the tape broke")
         return super().__getitem__(index)
 
 
-def failing_at_once(split: str) -> Samples:
+def failing_at_once(split):
     raise KeyError(f"no key for {split}")
 
 
-def not_a_dataset(split: str) -> Any:
+def not_a_dataset(split):
     return 5
 
 
-def single_items(split: str) -> list[Any]:
+def single_items(split):
     return [{"image": torch.zeros(3), "label": 1}] * 4
 
 
 class InMappings(Samples):
     classes = ("a", "b")
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         image, target = super().__getitem__(index)
         return {"image": image}, target
 
 
-def different_classes(split: str) -> Samples:
+def different_classes(split):
     return Samples(split, classes=["a", "b"] if split == "train" else ["b", "a"])
 
 
-def wrong_collate(split: str) -> Samples:
+def wrong_collate(split):
     return Samples(split, num_classes=2, collate_fn=lambda samples: [1, 2, 3])
 
 
-def picture(seed: int = 0) -> Image.Image:
+def picture(seed=0):
     """Coloured blocks, 24 pixels high and 32 wide: not flat, and kind to lossy compression."""
     fields = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), dtype=np.uint8)
     return Image.fromarray(fields.repeat(8, axis=0).repeat(8, axis=1))
 
 
-def write_image(path: Path, seed: int = 0, mode: str = "RGB", **options: Any) -> Path:
+def write_image(path, seed=0, mode="RGB", **options):
     """Write a picture in the format of the path's ending, and make the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     picture(seed).convert(mode).save(path, **options)

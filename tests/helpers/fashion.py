@@ -1,21 +1,17 @@
 """Small files as those of Fashion-MNIST."""
 
-from __future__ import annotations
-
 import gzip
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 
-def write_idx(path: Path, values: Any) -> None:
+def write_idx(path, values):
     array = np.asarray(values, np.uint8)
     header = bytes([0, 0, 8, array.ndim]) + np.asarray(array.shape, ">u4").tobytes()
     path.write_bytes(gzip.compress(header + array.tobytes()))
 
 
-def write_fashion_mnist(folder: Path, num_train: int, num_test: int) -> None:
+def write_fashion_mnist(folder, num_train, num_test):
     """Write the four files. The pixels of an image are its number, its label is the last digit."""
     for split, numbers in (("train", np.arange(num_train)), ("t10k", np.arange(num_test))):
         write_idx(

@@ -9,8 +9,6 @@ interpreter in two ways: the modules are loaded already, and all forks hash stri
 program wants an interpreter's path, as pytest-xdist does for its workers.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib
@@ -27,11 +25,10 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 MESSAGE_BYTES = 1 << 20
@@ -56,7 +53,7 @@ class Outcome(NamedTuple):
 class _Connection(socket.socket):
     """Closes without a warning when nothing refers to it, and so ends its process."""
 
-    def __del__(self) -> None:
+    def __del__(self):
         self.close()
 
 
@@ -66,18 +63,18 @@ class Process:
     It is killed when its object, or the process that has started it, is gone.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.returncode: int | None = None
+    def __init__(self, connection):
+        self.returncode = None
         self._connection = connection
         self.pid = self._receive()
 
-    def poll(self) -> int | None:
+    def poll(self):
         """The exit code, None while the process runs."""
         with suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
 
-    def wait(self, timeout: float | None) -> int:
+    def wait(self, timeout):
         """The exit code.
 
         Raises:
@@ -91,17 +88,17 @@ class Process:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0) from None
         return self.returncode
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         """Send a signal, unless the process has ended."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         """End the process at once."""
         self.send_signal(signal.SIGKILL)
 
-    def _receive(self) -> int:
+    def _receive(self):
         message = b""
         with suppress(ConnectionResetError):
             message = self._connection.recv(100)
@@ -109,7 +106,7 @@ class Process:
         return int(message)
 
 
-def share_template() -> None:
+def share_template():
     """Start a template that this process and those that it starts use; it ends with this process."""
     folder = tempfile.TemporaryDirectory()  # only this user may enter it
     address = str(Path(folder.name) / "template")
@@ -130,17 +127,17 @@ def share_template() -> None:
 
 
 def start(
-    argv: Sequence[str | Path],
+    argv,
     *,
-    cwd: Path,
-    env: Mapping[str, str] | None = None,
-    stdin: IO[Any] | None = None,
-    stdout: IO[Any],
-    stderr: IO[Any],
-    new_session: bool = False,
-    finalize: bool = False,
-    children_fork: bool = True,
-) -> Process:
+    cwd,
+    env=None,
+    stdin=None,
+    stdout,
+    stderr,
+    new_session=False,
+    finalize=False,
+    children_fork=True,
+):
     """Start what `python *argv` would run.
 
     Args:
@@ -172,7 +169,7 @@ def start(
         return Process(connection)
 
 
-def python(*argv: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> Outcome:
+def python(*argv, cwd, env=None):
     """Run what `python *argv` would run, to its end.
 
     Raises:
@@ -195,7 +192,7 @@ def python(*argv: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -
 # The template.
 
 
-def serve(listener: socket.socket) -> dict[str, Any]:
+def serve(listener):
     """Fork a keeper for each connection until standard input closes. Returns in the keepers' forks."""
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
@@ -214,7 +211,7 @@ def serve(listener: socket.socket) -> dict[str, Any]:
                 pass
 
 
-def keep(connection: socket.socket) -> dict[str, Any]:
+def keep(connection):
     """Start one process, kill it when the connection closes, and say how it has ended. Returns in it."""
     message = b""
     with suppress(ConnectionError):
@@ -229,7 +226,7 @@ def keep(connection: socket.socket) -> dict[str, Any]:
         os.close(descriptor)
     if pid == 0:
         connection.close()
-        request: dict[str, Any] = json.loads(message)
+        request = json.loads(message)
         return request
     with suppress(OSError):  # the client has died
         connection.send(str(pid).encode())
@@ -241,7 +238,7 @@ def keep(connection: socket.socket) -> dict[str, Any]:
     os._exit(0)
 
 
-def become(request: dict[str, Any], path: list[str]) -> None:
+def become(request, path):
     """Take on the session, directory, environment, search path and command line of a new process."""
     if request["new_session"]:
         os.setsid()
@@ -255,7 +252,7 @@ def become(request: dict[str, Any], path: list[str]) -> None:
     sys.argv[:] = request["argv"]
     if sys.argv[0] == "-u" or os.environ.get("PYTHONUNBUFFERED"):
         for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            stream.reconfigure(line_buffering=True)
     if sys.argv[0] == "-u":
         del sys.argv[0]
     sys.modules[
@@ -263,10 +260,10 @@ def become(request: dict[str, Any], path: list[str]) -> None:
     ].random.seed()  # random does so by itself, and torch begins with a fixed seed
 
 
-def execute() -> None:
+def execute():
     """Run the command line in `sys.argv` as the interpreter does."""
     while sys.argv[0] == "-W":
-        warnings.simplefilter(sys.argv[1])  # type: ignore[arg-type]
+        warnings.simplefilter(sys.argv[1])
         del sys.argv[:2]
     kind, *rest = sys.argv
     if kind == "-m":
@@ -283,21 +280,21 @@ def execute() -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
-def fork_in_place_of_exec(path: list[str]) -> None:
+def fork_in_place_of_exec(path):
     """Let Python processes that a fork starts be forks too: the ranks of torchrun, the runs of a sweep."""
-    execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    execute_child = subprocess.Popen._execute_child
 
     def execute_or_fork(
-        self: Any,
-        args: Any,
-        executable: Any,
-        preexec_fn: Any,
-        close_fds: bool,
-        pass_fds: Sequence[int],
-        cwd: Any,
-        env: Any,
-        *more: Any,
-    ) -> None:
+        self,
+        args,
+        executable,
+        preexec_fn,
+        close_fds,
+        pass_fds,
+        cwd,
+        env,
+        *more,
+    ):
         if isinstance(args, str) or args[0] != sys.executable or "-c" in args:
             execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
             return
@@ -324,10 +321,10 @@ def fork_in_place_of_exec(path: list[str]) -> None:
             run_to_the_end(request, path)
         self._close_pipe_fds(*pipes)
 
-    subprocess.Popen._execute_child = execute_or_fork  # type: ignore[attr-defined]
+    subprocess.Popen._execute_child = execute_or_fork
 
 
-def run_to_the_end(request: dict[str, Any], path: list[str]) -> None:
+def run_to_the_end(request, path):
     """Run a command line and end the process, without going back to the frames below this one.
 
     Those are the template's, or those of a process that started this one and may not go on in two places.
@@ -347,7 +344,7 @@ def run_to_the_end(request: dict[str, Any], path: list[str]) -> None:
             code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
             if isinstance(ending.code, str):
                 print(ending.code, file=sys.stderr)
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
@@ -376,7 +373,7 @@ PRELOADED = (
 """The last ones are modules that the others would import later."""
 
 
-def main() -> int:
+def main():
     if sys.argv[1] != "serve":
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         streams = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}
@@ -388,7 +385,7 @@ def main() -> int:
         importlib.import_module(name)
     # torchrun names its methods in a log through `inspect`, which takes seconds with so many modules.
     rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
-    rendezvous.get_method_name = lambda *_: "method"  # type: ignore[attr-defined]
+    rendezvous.get_method_name = lambda *_: "method"
     # A fork that takes its interpreter down would delete the folder that all of them share.
     shared = importlib.import_module("wandb.sdk.data_types._private").MEDIA_TMP
     shared._finalizer.detach()

@@ -1,20 +1,14 @@
 """Training that runs out of memory: torch's allocator raises its real error in a step of choice."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
@@ -43,7 +37,7 @@ OPTIONS = (
 )
 
 
-def allocate_too_much(*_: object) -> None:
+def allocate_too_much(*_):
     """Let torch's allocator raise what it raises when memory has run out."""
     torch.empty(EXABYTE, dtype=torch.uint8)
 
@@ -57,13 +51,13 @@ class Greedy(Layers):
 
     def __init__(
         self,
-        num_classes: int,
-        from_sample: int = 0,
-        largest: int = 0,
-        where: str = "forward",
-        rank: int = 0,
-        **options: Any,
-    ) -> None:
+        num_classes,
+        from_sample=0,
+        largest=0,
+        where="forward",
+        rank=0,
+        **options,
+    ):
         super().__init__(num_classes, **options)
         if os.environ.get("RANK", "0") != str(rank):
             largest = 0
@@ -71,13 +65,13 @@ class Greedy(Layers):
         self.register_buffer("num_samples", torch.zeros((), dtype=torch.int64))
         self.register_buffer("drawn", torch.zeros(3, dtype=torch.float64), persistent=False)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         first, *rest = self
         outputs = hidden = first(inputs.flatten(1)[:, :4])
         for layer in rest:
             outputs = layer(outputs)
         if not self.training:
-            return outputs  # type: ignore[no-any-return]
+            return outputs
         self.num_samples += len(inputs)
         if self.num_samples == int(os.environ.get("INTERRUPT_AT", "0")):
             os.kill(os.getpid(), signal.SIGINT)
@@ -88,32 +82,30 @@ class Greedy(Layers):
             if self.where == "forward":
                 allocate_too_much()
             if self.where == "clip":  # in a process of its own
-                torch.nn.utils.clip_grad_norm_ = allocate_too_much  # type: ignore[assignment]
-                return outputs  # type: ignore[no-any-return]
+                torch.nn.utils.clip_grad_norm_ = allocate_too_much
+                return outputs
             if self.where == "backward":
                 hidden.register_hook(allocate_too_much)  # later layers have gradients then
-        return outputs  # type: ignore[no-any-return]
+        return outputs
 
 
 class Switchable(Greedy):
     """Has a switch for gradient checkpointing, which changes nothing here."""
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
+    def set_grad_checkpointing(self, enable=True):
         self.is_checkpointing = enable
 
 
 class GreedyInValidation(Greedy):
     """After so many samples of validation, batches above a size need too much."""
 
-    def __init__(
-        self, num_classes: int, largest: int, from_sample: int = 0, rank: int | None = None
-    ) -> None:
+    def __init__(self, num_classes, largest, from_sample=0, rank=None):
         super().__init__(num_classes)
         self.largest_val, self.from_sample, self.num_validated = largest, from_sample, 0
         if rank is not None and int(os.environ.get("RANK", "0")) != rank:
             self.from_sample = sys.maxsize
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         if not self.training:
             self.num_validated += len(inputs)
             if self.num_validated > self.from_sample and len(inputs) > self.largest_val:
@@ -124,21 +116,21 @@ class GreedyInValidation(Greedy):
 class Broken(Greedy):
     """Has another error, in training or in validation."""
 
-    def __init__(self, num_classes: int, in_training: bool) -> None:
+    def __init__(self, num_classes, in_training):
         super().__init__(num_classes)
         self.in_training = in_training
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return super().forward(inputs) / (1 // (self.training != self.in_training))
 
 
-def greedy(largest: int, *, from_step: int = 0, where: str = "forward") -> tuple[str, ...]:
+def greedy(largest, *, from_step=0, where="forward"):
     """The options under which larger micro-batches run out of memory after so many optimizer steps."""
     return f"MODEL.largest={largest}", f"MODEL.from_sample={16 * from_step}", f"MODEL.where={where}"
 
 
 @contextmanager
-def trainer_of(folder: Path, *argv: str, size: int = 16, val_size: int = 16) -> Iterator[Trainer]:
+def trainer_of(folder, *argv, size=16, val_size=16):
     """A trainer with `OPTIONS`, which later tokens override; it saves to `folder/checkpoints`."""
     sizes = [f"DATA.BATCH_SIZE={size}", f"DATA.BATCH_SIZE_VAL={val_size}"]
     config = load_config([*OPTIONS, *argv, *sizes]).config

@@ -1,14 +1,11 @@
 """Samples with several labels: images with a bright stripe for each label, and points."""
 
-from __future__ import annotations
-
 import csv
-from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from tests.helpers.small_runs import Clusters
 
@@ -16,7 +13,7 @@ NAMES = ("bee", "cow", "elk", "fox", "owl")
 
 
 class Pixels(nn.Sequential):
-    def __init__(self, num_classes: int, in_chans: int, img_size: tuple[int, int]) -> None:
+    def __init__(self, num_classes, in_chans, img_size):
         super().__init__(nn.Flatten(), nn.Linear(in_chans * img_size[0] * img_size[1], num_classes))
 
 
@@ -25,13 +22,13 @@ class Sets(Clusters):
 
     multilabel = True
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def __getitem__(self, index):
         point, label = super().__getitem__(index)
         target = torch.zeros(3).index_fill(0, torch.tensor([label, (label - 1) % 3]), 1)
         return point, target if index % 3 else torch.cat([target[:2], torch.tensor([-1.0])])
 
 
-def write_label_sets(folder: Path) -> None:
+def write_label_sets(folder):
     """160 and 80 images, with `train.csv` and `val.csv`, whose column `animal` has the labels."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -48,7 +45,7 @@ def write_label_sets(folder: Path) -> None:
         (folder / f"{split}.csv").write_text("\n".join(map(",".join, rows)))
 
 
-def cells_of(path: Path) -> list[list[str]]:
+def cells_of(path):
     """The labels of each row."""
     with path.open(newline="") as file:
         return [row["animal"].split(";") for row in csv.DictReader(file)]

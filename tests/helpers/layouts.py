@@ -1,22 +1,14 @@
 """Data sets as they lie on disks: folders of empty images, manifests, and the bundles that they give."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 
 CLASSES = ("cat", "dog", "fox")
 
 
-def folders(
-    root: Path, names: Sequence[str], classes: Sequence[str] = CLASSES, num: int = 4
-) -> Path:
+def folders(root, names, classes=CLASSES, num=4):
     """Class folders of empty files in folders; `{}` in a name is the class, else it comes last."""
     for name in names:
         for each in classes:
@@ -27,9 +19,7 @@ def folders(
     return root
 
 
-def table(
-    root: Path, header: str, row: Callable[[int], str], *, name: str = "train.csv", num: int = 24
-) -> Path:
+def table(root, header, row, *, name="train.csv", num=24):
     """A manifest with a row for each of some empty files; `row` gives the cells after the path."""
     (root / "img").mkdir(exist_ok=True)
     for i in range(num):
@@ -40,23 +30,23 @@ def table(
     return root
 
 
-def build(root: Path | str, name: str = "imagefolder", **dataset: Any) -> DataBundle:
+def build(root, name="imagefolder", **dataset):
     """The data of a root; keys are those of DATA.DATASET."""
     node = DatasetConfig(NAME=name, ROOT=str(root), **dataset)
     return build_data(DataConfig(DATASET=node, IMG_SIZE=16), seed=0)
 
 
-def levels(bundle: DataBundle) -> dict[str, tuple[str, ...]]:
+def levels(bundle):
     """The classes of each level."""
     assert bundle.taxonomy is not None
     return {level.name: level.classes for level in bundle.taxonomy.levels}
 
 
-def sizes(bundle: DataBundle) -> list[int]:
+def sizes(bundle):
     """Samples of training, validation and, where there is one, test."""
-    return [len(each) for each in (bundle.train, bundle.val, bundle.test) if each is not None]  # type: ignore[arg-type]
+    return [len(each) for each in (bundle.train, bundle.val, bundle.test) if each is not None]
 
 
-def paths(dataset: Any) -> list[str]:
+def paths(dataset):
     """The path of each image, relative to the folder of its split."""
     return [os.fsdecode(path) for path in dataset.listing.paths]

@@ -1,9 +1,5 @@
 """What a test process holds, and what the operations of a test allocate."""
 
-from __future__ import annotations
-
-from typing import Any, Self
-
 import psutil
 import torch
 
@@ -11,12 +7,12 @@ from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.memory.storages import StorageTracer
 
 
-def resident_bytes() -> int:
+def resident_bytes():
     """The resident set of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
-def held_bytes() -> int:
+def held_bytes():
     """Bytes that this process holds, without what the C library keeps of earlier tests."""
     memory = device_memory(torch.device("cpu"))
     memory.clean()
@@ -24,12 +20,12 @@ def held_bytes() -> int:
     return memory.in_use()
 
 
-def limit_with_room_for(extra_mib: float) -> float:
+def limit_with_room_for(extra_mib):
     """A `MEMORY_LIMIT_GB` so much above what this process holds, without what is kept of earlier tests."""
     return (held_bytes() + extra_mib * 1024**2) / GIB
 
 
-def room(extra_mib: float, **options: Any) -> dict[str, Any]:
+def room(extra_mib, **options):
     """Arguments of a search that leave so much above what this process holds, and others."""
     return {
         "target_memory_fraction": 1.0,
@@ -49,33 +45,33 @@ class Ledger:
         peak_bytes: the largest sum so far.
     """
 
-    def __init__(self, limit_bytes: float = float("inf")) -> None:
-        self.live: dict[int, int] = {}
+    def __init__(self, limit_bytes=float("inf")):
+        self.live = {}
         self.peak_bytes, self._limit_bytes = 0, limit_bytes
         self._tracer = StorageTracer(self._allocate, self._free)
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         self._tracer.__enter__()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception):
         self._tracer.__exit__(*exception)
 
     @property
-    def live_bytes(self) -> int:
+    def live_bytes(self):
         """The sum now."""
         return sum(self.live.values())
 
-    def start_a_new_peak(self) -> None:
+    def start_a_new_peak(self):
         """Let the peak start at the present sum."""
         self.peak_bytes = self.live_bytes
 
-    def _allocate(self, number: int, num_bytes: int) -> None:
+    def _allocate(self, number, num_bytes):
         assert number not in self.live
         self.live[number] = num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self.live_bytes > self._limit_bytes:
             raise MemoryError
 
-    def _free(self, number: int, num_bytes: int) -> None:
+    def _free(self, number, num_bytes):
         self.live.pop(number, None)

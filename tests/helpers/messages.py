@@ -4,13 +4,9 @@ All other tests assert keys, values, exit codes, status and files, so that impro
 file: `make messages` writes the files anew, and the difference is what a reviewer reads.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -50,10 +46,10 @@ class Golden:
         rewrites: write the file in place of comparing it.
     """
 
-    def __init__(self, rewrites: bool) -> None:
+    def __init__(self, rewrites):
         self._rewrites = rewrites
 
-    def __call__(self, area: str, messages: Mapping[str, str], **names: object) -> None:
+    def __call__(self, area, messages, **names):
         """Compare all messages of an area, each under its title, without the words of other libraries.
 
         Args:
@@ -79,26 +75,26 @@ class Golden:
             )
 
 
-def _by_title(text: str) -> dict[str, str]:
+def _by_title(text):
     parts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def error_of(function: Callable[..., object], *args: Any, **options: Any) -> str:
+def error_of(function, *args, **options):
     """The text of the error that a call raises."""
     with pytest.raises(Exception) as caught:  # noqa: PT011 - its text is compared
         function(*args, **options)
     return str(caught.value)
 
 
-def raised(function: Callable[..., object], *args: Any, **options: Any) -> str:
+def raised(function, *args, **options):
     """The kind of the error that a call raises, and its text."""
     with pytest.raises(Exception) as caught:  # noqa: PT011 - it is compared
         function(*args, **options)
     return f"{caught.type.__name__}: {caught.value}"
 
 
-def error_and_code_of(function: Callable[[], object]) -> str:
+def error_and_code_of(function):
     """The text of the error that a user's mistake raises, and the exit code of a run that it ends."""
     with pytest.raises(LinnaeusError) as caught:
         function()

@@ -10,17 +10,13 @@
 ever), or the name of a signal that the rank sends itself. A fault comes once in the folder.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,18 +37,17 @@ PLACES = {
 }
 """Where faults come, by what the rank says that it does there."""
 KINDS = ("error", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "deaf")
-Doing = str | Callable[[], str]
 
 _events = itertools.count(1)
 
 
-def setting(name: str) -> str:
+def setting(name):
     """What the variable says for this rank; empty for other ranks."""
     rank, _, value = os.environ.get(name, "").partition(":")
     return value if rank == RANK else ""
 
 
-def count_event() -> None:
+def count_event():
     if next(_events) == int(os.environ.get("KILL_AT", "0")):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -62,13 +57,13 @@ class Dataset(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
     num_classes = 2
 
-    def __init__(self, train: bool, num_samples: int = 96) -> None:
+    def __init__(self, train, num_samples=96):
         self.num_samples = num_samples - (int(setting("SHORTER") or 0) if train else 0)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.num_samples
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index):
         count_event()
         generator = torch.Generator().manual_seed(index)
         return torch.randn(3, 8, 8, generator=generator) + index % 2, index % 2
@@ -77,7 +72,7 @@ class Dataset(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 class Perceptron(torch.nn.Sequential):
     """A model without BatchNorm."""
 
-    def __init__(self, num_classes: int, drop: float = 0.0) -> None:
+    def __init__(self, num_classes, drop=0.0):
         super().__init__(
             torch.nn.Flatten(),
             torch.nn.Linear(3 * 8 * 8, 32),
@@ -87,7 +82,7 @@ class Perceptron(torch.nn.Sequential):
         )
 
 
-def watch(doing: Doing) -> None:
+def watch(doing):
     count_event()
     place = doing if isinstance(doing, str) else doing()
     kind, _, rest = os.environ.get("FAULT", "").partition(":")
@@ -104,28 +99,28 @@ def watch(doing: Doing) -> None:
             os.kill(os.getpid(), signal.Signals[kind])
 
 
-def main() -> int:
+def main():
     update, write, tell = World.update, checkpoint.write_atomically, heartbeat.ControlPlane.update
 
-    def watched_update(world: World, doing: Doing) -> None:
+    def watched_update(world, doing):
         update(world, doing)
         if world.control is None:
             watch(doing)
 
-    def watched_tell(plane: Any, doing: Doing) -> None:
+    def watched_tell(plane, doing):
         tell(plane, doing)
         watch(doing)
 
-    def watched_write(path: Path, fill: Any, **options: Any) -> None:
-        def watched_fill(file: Any) -> None:
+    def watched_write(path, fill, **options):
+        def watched_fill(file):
             fill(file)
             watch(f"writing {path.name}")
 
         write(path, watched_fill, **options)
 
-    World.update = watched_update  # type: ignore[method-assign]
-    heartbeat.ControlPlane.update = watched_tell  # type: ignore[method-assign]
-    checkpoint.write_atomically = watched_write  # type: ignore[attr-defined]
+    World.update = watched_update
+    heartbeat.ControlPlane.update = watched_tell
+    checkpoint.write_atomically = watched_write
     if os.environ.get("QUICK_BEATS"):
         heartbeat.BEAT_S = 0.1
     other = setting("OTHER")

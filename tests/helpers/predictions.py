@@ -1,19 +1,14 @@
 """Analyses of small models: what is predicted for devices that are not there, and what is measured."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
-from typing import Any
 
 from linnaeus.autobatch.predict.gpus import GIB, Gpu
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.autobatch.result import Mode
 from linnaeus.cli.analyze.measure import Setup
-from linnaeus.cli.analyze.options import AnalyzeOptions, read
+from linnaeus.cli.analyze.options import read
 from linnaeus.cli.analyze.predict import (
-    PredictedStep,
     build_on_meta,
     fill,
     job_of,
@@ -21,10 +16,8 @@ from linnaeus.cli.analyze.predict import (
     world_of,
 )
 from linnaeus.cli.analyze.results import Row
-from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from tests.helpers.consoles import plain_console
-from tests.helpers.runs import Outcome
 
 MIB = 1024**2
 BASE = 600 * MIB
@@ -66,24 +59,24 @@ NARROW = (*MEASURED, "MODEL.width=64")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def content_of(outcome: Outcome, path: Path = Path("batch_sizes.json")) -> dict[str, Any]:
+def content_of(outcome, path=Path("batch_sizes.json")):
     assert outcome.code == 0, outcome.err
     return dict(json.loads(path.read_text()))
 
 
-def parsed(*argv: str) -> tuple[AnalyzeOptions, Config]:
+def parsed(*argv):
     request = read(["--predict", "--gpu", "t4", *argv])
     assert not isinstance(request, str)
     return request
 
 
-def setup_of(options: AnalyzeOptions, config: Config) -> Setup:
+def setup_of(options, config):
     data = build_data(config.DATA, seed=0)
     return Setup(config, data, world_of(options.world_size[0]), RankStatus(), plain_console()[0])
 
 
 @functools.cache
-def predicted(mode: Mode, *argv: str) -> PredictedStep:
+def predicted(mode, *argv):
     """The step of a command line, traced once for all tests."""
     setup = setup_of(*parsed(*argv))
     with job_of(setup):
@@ -92,9 +85,7 @@ def predicted(mode: Mode, *argv: str) -> PredictedStep:
         return predicted_step(search, mode)
 
 
-def row_of(
-    mode: Mode, *argv: str, gib: float = 16, fraction: float = 1, limit_gb: float | None = None
-) -> Row:
+def row_of(mode, *argv, gib=16, fraction=1, limit_gb=None):
     """What is predicted for a device of a memory."""
     gpu = Gpu(f"{gib:g} GiB", int(gib * GIB), (BASE / MIB,) * 3)
     row = Row(mode, fraction, device=gpu.name)

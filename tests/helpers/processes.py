@@ -1,12 +1,8 @@
 """Several real processes that compute something for the tests of one module, started once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +16,7 @@ from tests.helpers.forks import ROOT
 Results = dict[Any, Any]
 
 
-def compute(module: str, num_ranks: int, folder: Path) -> list[Results]:
+def compute(module, num_ranks, folder):
     """What `work(rank, folder)` of a module returns in each of several processes, by rank."""
     log = folder / "output.txt"
     program = "from tests.helpers.processes import save; import {0}; save({0}.work, {1}, {2!r})"
@@ -44,14 +40,14 @@ def compute(module: str, num_ranks: int, folder: Path) -> list[Results]:
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(num_ranks)]
 
 
-def save(work: Any, rank: int, folder: str) -> None:
+def save(work, rank, folder):
     """In one of the processes: do the work and leave its results for the test."""
     torch.set_num_threads(1)
     torch.save(work(rank, folder), f"{folder}/rank{rank}.pt")
 
 
 @contextmanager
-def group_of(world_size: int, rank: int, folder: str) -> Iterator[World]:
+def group_of(world_size, rank, folder):
     """In one of the processes: a group of the first `world_size` of them. A folder serves each size once."""
     device = torch.device("cpu")
     if world_size == 1:
@@ -67,7 +63,7 @@ def group_of(world_size: int, rank: int, folder: str) -> Iterator[World]:
         torch_dist.destroy_process_group()
 
 
-def join_as_torchrun(rank: int, num_ranks: int, folder: str) -> None:
+def join_as_torchrun(rank, num_ranks, folder):
     """In one of the processes: join the group of all, with the environment that torchrun gives."""
     own, size = str(rank), str(num_ranks)
     os.environ |= {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}

@@ -1,21 +1,16 @@
 """The files of runs as training writes them, made without training."""
 
-from __future__ import annotations
-
 import functools
 import json
-from pathlib import Path
-from typing import Any
 
 from linnaeus.cli.sweep import read
 from linnaeus.config.dump import to_yaml
 from linnaeus.config.load import load_config
-from linnaeus.sweep.folder import Sweep
 
 PLAN = {"MICRO_BATCH": 8, "EFFECTIVE_BATCH": 16, "LEARNING_RATE": 0.5, "ACCUMULATION_STEPS": 2}
 
 
-def result(batch_size: int, top1: float = 0.5, **more: Any) -> dict[str, Any]:
+def result(batch_size, top1=0.5, **more):
     """The content of a run's `result.json`."""
     sizes = {"batch_size": batch_size, "effective_batch": batch_size * 2 * 3}
     metrics = {"loss": 1 - top1, "top1/kind": top1}
@@ -23,7 +18,7 @@ def result(batch_size: int, top1: float = 0.5, **more: Any) -> dict[str, Any]:
     return {"metrics": metrics, "headline": "top1/kind", **speed, **sizes, **more}
 
 
-def write_validations(folder: Path, values: list[float | None], metric: str = "top1/kind") -> None:
+def write_validations(folder, values, metric="top1/kind"):
     """The `metrics.jsonl` of a run with a validation for each value."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
@@ -42,19 +37,19 @@ def write_validations(folder: Path, values: list[float | None], metric: str = "t
 
 
 @functools.cache
-def config_text(*argv: str) -> str:
+def config_text(*argv):
     """The `config.yaml` of a run."""
     return to_yaml(load_config(argv).config, PLAN)
 
 
 def write_run(
-    folder: Path,
-    *argv: str,
-    values: tuple[float | None, ...] = (0.25, 0.75, 0.5),
-    finished: bool = True,
-    checkpoint: bool = True,
-    **more: Any,
-) -> Path:
+    folder,
+    *argv,
+    values=(0.25, 0.75, 0.5),
+    finished=True,
+    checkpoint=True,
+    **more,
+):
     """The folder of a run; its `result.json` holds `more` too."""
     write_validations(folder, [*values])
     (folder / "config.yaml").write_text(config_text(*argv))
@@ -67,11 +62,11 @@ def write_run(
     return folder
 
 
-def names(folder: Path) -> set[str]:
+def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def planned_sweep(*argv: str) -> Sweep:
+def planned_sweep(*argv):
     """Write the folder of a sweep."""
     request = read(argv)
     assert isinstance(request, tuple)
@@ -79,7 +74,7 @@ def planned_sweep(*argv: str) -> Sweep:
     return request[1]
 
 
-def figures(sweep: Path) -> list[dict[str, Any]]:
+def figures(sweep):
     """What the table of a sweep shows of each run."""
-    runs: list[dict[str, Any]] = json.loads((sweep / "figures.json").read_text())["runs"]
+    runs = json.loads((sweep / "figures.json").read_text())["runs"]
     return runs

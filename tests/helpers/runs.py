@@ -1,19 +1,12 @@
 """Runs of the program, and what they leave behind."""
 
-from __future__ import annotations
-
 import gc
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from tests.helpers import forks
-from tests.helpers.forks import Outcome, Process
-
-if TYPE_CHECKING:
-    import torch  # functions import it: the process that hands out the tests does not wait for it
+from tests.helpers.forks import Outcome
 
 SMALL = (
     "MODEL.NAME=test_resnet",
@@ -35,17 +28,17 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 Run = Callable[..., Outcome]
 
 
-def freeze_what_is_there() -> None:
+def freeze_what_is_there():
     gc.collect()
     gc.freeze()
 
 
 def wait_until(
-    condition: Callable[[], bool],
-    process: Process | None = None,
-    log: Path | None = None,
-    limit_s: float | None = None,
-) -> None:
+    condition,
+    process=None,
+    log=None,
+    limit_s=None,
+):
     """Wait for a condition; fail with the log's text when it does not come, or the process has ended.
 
     It waits for `limit_s`, by default that of `forks`.
@@ -64,7 +57,7 @@ def wait_until(
         time.sleep(0.005)
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count):
     """Ports of this machine that nobody listens on."""
     sockets = [socket.socket() for _ in range(count)]
     for free in sockets:
@@ -75,20 +68,20 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def checkpoint_of(folder: Path, name: str = "last.pt") -> dict[str, Any]:
+def checkpoint_of(folder, name="last.pt"):
     """The content of a run's checkpoint."""
     import torch
 
-    content: dict[str, Any] = torch.load(folder / "checkpoints" / name, weights_only=True)
+    content = torch.load(folder / "checkpoints" / name, weights_only=True)
     return content
 
 
-def weights(folder: Path, name: str = "last.pt") -> dict[str, torch.Tensor]:
+def weights(folder, name="last.pt"):
     """The model's tensors in a run's checkpoint."""
     return dict(checkpoint_of(folder, name)["state"]["model"])
 
 
-def assert_same_bits(a: dict[Any, Any], b: dict[Any, Any]) -> None:
+def assert_same_bits(a, b):
     """Both hold the same tensors, bit for bit."""
     import torch
 

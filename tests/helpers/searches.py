@@ -1,9 +1,5 @@
 """The searches of a run as a run prepares them, over a model and a dataset of the tests' own."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -16,14 +12,14 @@ from linnaeus.data.datasets import build_data
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.rng import seed_all
 from linnaeus.size_search.searches import SizeSearch
-from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.build import assemble
 from tests.helpers.bits import bits
 
 CPU = torch.device("cpu")
 ON = "DATA.AUTOBATCH.ENABLED=True"
 OWN_MODEL = f"MODEL._target_={__name__}.Model"
 OWN_DATA = f"DATA.DATASET._target_={__name__}.Growing"
-SEEN: dict[str, list[Any]] = {"shapes": [], "dtypes": []}
+SEEN = {"shapes": [], "dtypes": []}
 """What `Model` was given, and what its layer gave, since the last search was prepared."""
 
 
@@ -32,17 +28,17 @@ class Growing(Dataset[tuple[Tensor, int]]):
 
     classes = ("a", "b")
 
-    def __init__(self, split: str, length: int = 12) -> None:
+    def __init__(self, split, length=12):
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         return torch.full((3, 8 + index, 8 + index), 0.5), index % 2
 
     @staticmethod
-    def collate_fn(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    def collate_fn(samples):
         side = max(image.shape[-1] for image, _ in samples)
         images = torch.zeros(len(samples), 3, side, side)
         for number, (image, _) in enumerate(samples):
@@ -53,7 +49,7 @@ class Growing(Dataset[tuple[Tensor, int]]):
 class Model(nn.Module):
     """Averages, then a layer of a width that can be large."""
 
-    def __init__(self, num_classes: Any, width: int = 16, fails_at: int = 10**9) -> None:
+    def __init__(self, num_classes, width=16, fails_at=10**9):
         super().__init__()
         self.fails_at = fails_at
         self.first = nn.Linear(3, width)
@@ -61,7 +57,7 @@ class Model(nn.Module):
         counts = list(num_classes.values()) if isinstance(num_classes, dict) else [num_classes]
         self.heads = nn.ModuleList(nn.Linear(width, count) for count in counts)
 
-    def forward(self, images: Tensor) -> Any:
+    def forward(self, images):
         SEEN["shapes"].append(tuple(images.shape))
         if len(images) >= self.fails_at:
             raise ZeroDivisionError("the user's model is wrong")
@@ -71,7 +67,7 @@ class Model(nn.Module):
         return outputs if len(outputs) > 1 else outputs[0]
 
 
-def prepared(*argv: str, world: World = World(CPU), **options: Any) -> tuple[SizeSearch, Assembly]:  # noqa: B008
+def prepared(*argv, world=World(CPU), **options):  # noqa: B008
     """A search as a run prepares it; `options` are those of `SizeSearch`."""
     config = load_config(
         [ON, "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1", "EXPERIMENT.DEVICE=cpu", *argv]
@@ -85,14 +81,14 @@ def prepared(*argv: str, world: World = World(CPU), **options: Any) -> tuple[Siz
     return SizeSearch(config.DATA, config.TRAIN, data, assembly, world, seed, **options), assembly
 
 
-def content(assembly: Assembly) -> Any:
+def content(assembly):
     """All that a step may change: the state, gradients, metrics, random numbers."""
     gradients = [parameter.grad for parameter in assembly.model.parameters()]
     states = [part.state_dict() for part in (*assembly.state, assembly.metrics) if part is not None]
     return bits([states, gradients, rng_state(CPU)])
 
 
-def result(size: int, *trials: tuple[int, str], rank: int = 0) -> AutoBatchResult:
+def result(size, *trials, rank=0):
     """What a rank has found, each of its figures larger by its number; a trial is a size and its status."""
     return AutoBatchResult(
         mode="train",

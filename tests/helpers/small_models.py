@@ -1,9 +1,5 @@
 """Small models of timm for two levels of a taxonomy."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from linnaeus.config.schema import ModelConfig
@@ -18,14 +14,14 @@ TWO_LEVELS = Taxonomy(
 
 
 def built(
-    name: str = "test_resnet",
+    name="test_resnet",
     *,
-    taxonomy: Taxonomy = TWO_LEVELS,
-    seed: int = 0,
-    in_chans: int = 3,
-    img_size: tuple[int, int] = (32, 32),
-    **changes: Any,
-) -> tuple[HierarchicalClassifier, str]:
+    taxonomy=TWO_LEVELS,
+    seed=0,
+    in_chans=3,
+    img_size=(32, 32),
+    **changes,
+):
     """A model with the weights of a seed, and the line about its weights."""
     torch.manual_seed(seed)
     model, line = build_model(
@@ -35,6 +31,6 @@ def built(
     return model, line
 
 
-def build(name: str = "test_resnet", **options: Any) -> HierarchicalClassifier:
+def build(name="test_resnet", **options):
     """The model alone, of larger images; options as for `built`."""
     return built(name, **{"img_size": (64, 64), **options})[0]

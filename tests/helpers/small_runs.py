@@ -1,12 +1,8 @@
 """Runs of a tenth of a second, and what is read from their folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -21,16 +17,16 @@ class Clusters(Dataset[tuple[Tensor, int]]):
 
     classes = ("a", "b", "c")
 
-    def __init__(self, split: str, length: int = 100, interrupt_after: int = 0) -> None:
+    def __init__(self, split, length=100, interrupt_after=0):
         generator = torch.Generator().manual_seed(len(split))
         self.labels = torch.randint(3, (length,), generator=generator)
         self.points = torch.randn(length, 4, generator=generator) + self.labels[:, None]
         self.remaining = interrupt_after if split == "train" else 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.points)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         self.remaining -= 1
         if self.remaining == 0:
             in_worker = torch.utils.data.get_worker_info() is not None
@@ -41,7 +37,7 @@ class Clusters(Dataset[tuple[Tensor, int]]):
 class Layers(nn.Sequential):
     """A classifier, with dropout and with the normalisation that is asked for."""
 
-    def __init__(self, num_classes: int, norm: str = "LayerNorm", drop: float = 0.0) -> None:
+    def __init__(self, num_classes, norm="LayerNorm", drop=0.0):
         super().__init__(
             nn.Linear(4, 16),
             getattr(nn, norm)(16),
@@ -68,12 +64,12 @@ PLAIN = (
 NAME = "EXPERIMENT.NAME="
 
 
-def lines_of(folder: Path, split: str = "train") -> list[dict[str, Any]]:
+def lines_of(folder, split="train"):
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["split"] == split]
 
 
-def validations_of(folder: Path) -> list[int]:
+def validations_of(folder):
     """The optimizer steps of the validations so far."""
     return (
         [line["step"] for line in lines_of(folder, "val")]
@@ -82,21 +78,21 @@ def validations_of(folder: Path) -> list[int]:
     )
 
 
-def curve(folder: Path) -> tuple[list[int], list[float], list[float]]:
+def curve(folder):
     """Steps, rates and losses."""
     lines = lines_of(folder)
     steps, rates, losses = ([line[name] for line in lines] for name in ("step", "lr", "loss"))
     return steps, rates, losses
 
 
-def plan_of(folder: Path) -> dict[str, Any]:
+def plan_of(folder):
     """The batch plan in `config.yaml`, without the run's id."""
-    plan: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())["PLAN"]
+    plan = yaml.safe_load((folder / "config.yaml").read_text())["PLAN"]
     del plan["RUN"]
     return plan
 
 
-def assert_same_states(a: Path, b: Path) -> None:
+def assert_same_states(a, b):
     """Model, optimizer and average of two runs are equal bit for bit."""
     states = [checkpoint_of(folder)["state"] for folder in (a, b)]
     assert_same_bits(states[0]["model"], states[1]["model"])

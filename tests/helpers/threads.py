@@ -1,16 +1,12 @@
 """Functions side by side in threads, whose first error ends the test."""
 
-from __future__ import annotations
-
 import queue
 import threading
-from collections.abc import Callable
-from typing import Any
 
 from tests.helpers import forks
 
 
-def together(*functions: Callable[[], Any]) -> list[Any]:
+def together(*functions):
     """Call functions in a thread each, and return what they return, in their order.
 
     The first error ends the wait; threads that still run then are left behind.
@@ -19,9 +15,9 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
         BaseException: the first that a function raises.
         AssertionError: a function does not return within `forks.limit_s`.
     """
-    ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+    ended = queue.SimpleQueue()
 
-    def call(number: int, function: Callable[[], Any]) -> None:
+    def call(number, function):
         try:
             ended.put((number, function(), None))
         except BaseException as error:
@@ -29,7 +25,7 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
 
     for number, function in enumerate(functions):
         threading.Thread(target=call, args=(number, function), daemon=True).start()
-    results: dict[int, Any] = {}
+    results = {}
     for _ in functions:
         try:
             number, result, error = ended.get(timeout=forks.limit_s)

@@ -1,11 +1,6 @@
 """Folders of runs as training leaves them, made without training: their weights are random."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,16 +33,16 @@ ONE_LEVEL = Taxonomy((Level("class", ("cat", "dog", "eel")),))
 
 
 def spec_of(
-    name: str = "test_resnet",
+    name="test_resnet",
     *,
-    taxonomy: Taxonomy | None = BIRDS,
-    channels: int = 3,
-    size: tuple[int, int] = (32, 32),
-    node: Mapping[str, Any] | None = None,
-    is_of_files: bool = True,
-    resizing: Mapping[str, str] | None = None,
-    **model: Any,
-) -> ModelSpec:
+    taxonomy=BIRDS,
+    channels=3,
+    size=(32, 32),
+    node=None,
+    is_of_files=True,
+    resizing=None,
+    **model,
+):
     preprocessing = Preprocessing(
         channels,
         size,
@@ -67,7 +62,7 @@ def spec_of(
     )
 
 
-def save_run(folder: Path, spec: ModelSpec, *, seed: int = 0, **content: Any) -> Path:
+def save_run(folder, spec, *, seed=0, **content):
     """Write a run's folder with `best.pt` and `last.pt`, whose weights differ; gives the folder."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text(
@@ -84,15 +79,13 @@ def save_run(folder: Path, spec: ModelSpec, *, seed: int = 0, **content: Any) ->
     return folder
 
 
-def save_checkpoint(
-    path: Path, spec: ModelSpec | None, state: dict[str, Any], **content: Any
-) -> None:
+def save_checkpoint(path, spec, state, **content):
     entries = {"rng": [], "config": {"TRAIN": {"AMP": "off"}}, "state": state}
     own = {} if spec is None else {"model_spec": spec.as_dict()}
     torch.save(whole(step=1, **entries | own | content), path)
 
 
-def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+def randomise(model, seed=0):
     """Weights and statistics with which outputs depend on the image and on every layer."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -108,7 +101,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
                 tensor.add_(0.02 * noise)
 
 
-def write_images(folder: Path, number: int, size: tuple[int, int] = (40, 52)) -> list[Path]:
+def write_images(folder, number, size=(40, 52)):
     """PNG files of coloured blocks, `000.png` and so on."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{position:03}.png" for position in range(number)]
@@ -117,7 +110,7 @@ def write_images(folder: Path, number: int, size: tuple[int, int] = (40, 52)) ->
     return paths
 
 
-def picture(seed: int, size: tuple[int, int] = (40, 52)) -> Image.Image:
+def picture(seed, size=(40, 52)):
     blocks = np.random.default_rng(seed).integers(
         0, 256, (size[0] // 4, size[1] // 4, 3), dtype=np.uint8
     )
@@ -129,21 +122,21 @@ class Flat(torch.nn.Module):
 
     def __init__(
         self,
-        num_classes: dict[str, int],
-        in_chans: int,
-        img_size: tuple[int, int],
-        extra: Any = None,
-    ) -> None:
+        num_classes,
+        in_chans,
+        img_size,
+        extra=None,
+    ):
         super().__init__()
         self.extra = extra
         size = in_chans * img_size[0] * img_size[1]
         layers = {name: torch.nn.Linear(size, count) for name, count in num_classes.items()}
         self.layers = torch.nn.ModuleDict(layers)
 
-    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, images):
         return {name: layer(images.flatten(1)) for name, layer in self.layers.items()}
 
 
 class Untraceable(Flat):
-    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, images):
         return super().forward(images if images.sum().item() else -images)

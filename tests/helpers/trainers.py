@@ -1,41 +1,29 @@
 """The trainer of a run, built for the sizes that a search has found."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
 
 from linnaeus.batch_plan.effective_batch import Facts
 from linnaeus.batch_plan.plan import plan_batches
-from linnaeus.config.schema import Config
-from linnaeus.data.bundle import DataBundle
 from linnaeus.data.loader import build_loaders
 from linnaeus.runtime.console import ProgressBar
-from linnaeus.runtime.distributed import World
 from linnaeus.runtime.signals import StopRequest
-from linnaeus.training.build import Assembly
-from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.ddp import wrap
 from linnaeus.training.resume import resumed_nodes
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement
-from linnaeus.training.trainer import Trainer
-
-T = TypeVar("T", bound=Trainer)
 
 
 @contextmanager
 def building(
-    kind: type[T],
-    config: Config,
-    data: DataBundle,
-    assembly: Assembly,
-    world: World,
-    sizes: Mapping[str, int],
-    checkpoints: CheckpointFolder,
-) -> Iterator[T]:
+    kind,
+    config,
+    data,
+    assembly,
+    world,
+    sizes,
+    checkpoints,
+):
     """A trainer of one process, with its loaders until the context ends.
 
     Args:

@@ -1,7 +1,5 @@
 """Cgroup files, and what the tests of memory share."""
 
-from __future__ import annotations
-
 import sys
 
 import psutil

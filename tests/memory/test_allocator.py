@@ -1,7 +1,5 @@
 """The allocator's documented rules, each with its figures."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

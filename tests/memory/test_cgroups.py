@@ -1,7 +1,5 @@
 """Limits and usage of the cgroups of a process, read from files."""
 
-from __future__ import annotations
-
 import psutil
 import pytest
 

@@ -1,7 +1,5 @@
 """The memory of a CUDA device, and searches under it."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import logging
@@ -70,7 +68,7 @@ def _as_at_the_start():
 
 
 @pytest.mark.parametrize("kind", [CudaMemory, AcceleratorMemory])
-def test_the_budget_is_the_fraction_less_what_others_and_the_context_hold(kind, others):
+def test_the_budget_leaves_out_others_and_the_context(kind, others):
     memory = kind(GPU)
     outside = memory.outside()
     budget = memory.budget(0.8, None)
@@ -101,24 +99,6 @@ def test_peak_and_use_are_what_the_allocator_reserves():
     assert memory.num_retries() == num_retries + 1
 
 
-def test_older_torch_has_no_memory_functions_in_its_accelerator_module(
-    monkeypatch,
-):
-    for name in dir(torch.accelerator):
-        if "memory" in name or name == "empty_cache":
-            monkeypatch.delattr(torch.accelerator, name)
-    for memory in (device_memory(GPU), AcceleratorMemory(GPU)):
-        before = memory.in_use()
-        memory.reset_peak()
-        held = mebibytes(31)
-        del held
-        memory.clean()
-        assert (memory.in_use() - before, memory.peak() - before) == (0, 32 * MIB)
-        assert memory.budget(1.0, None) == memory.total_bytes - memory.outside()
-    with pytest.raises(NotImplementedError, match="mps"):
-        device_memory(torch.device("mps"))
-
-
 # --- the cap ---
 
 
@@ -144,7 +124,7 @@ def test_a_cap_that_the_user_has_set_is_never_raised():
     assert torch.cuda.get_per_process_memory_fraction(GPU) == allowed
 
 
-def test_an_ambiguous_error_counts_if_the_allocator_has_refused_a_request():
+def test_an_ambiguous_error_counts_after_a_refused_request():
     memory = CudaMemory(GPU)
     error = RuntimeError("CUDNN_STATUS_NOT_SUPPORTED")
     with memory.cap(memory.in_use() + 100 * MIB):
@@ -161,7 +141,7 @@ def test_an_ambiguous_error_counts_if_the_allocator_has_refused_a_request():
     assert not memory.refused(error), "nor is it evidence for what comes"
 
 
-def test_an_ambiguous_error_counts_if_little_is_free_for_libraries(others):
+def test_an_ambiguous_error_counts_if_libraries_lack_memory(others):
     memory = CudaMemory(GPU)
     error = RuntimeError(
         "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
@@ -202,7 +182,7 @@ def find(room_bytes=GIB, **arguments):
 
 
 @pytest.mark.parametrize("is_absurd", [True, False])
-def test_a_size_that_asks_for_too_much_in_one_piece_counts_as_out_of_memory(
+def test_a_request_that_is_far_too_large_is_out_of_memory(
     is_absurd,
 ):
     """For far more than there is, or for all that there is."""
@@ -215,7 +195,7 @@ def test_a_size_that_asks_for_too_much_in_one_piece_counts_as_out_of_memory(
     assert (result.batch_size, result.certified, result.limited_by) == (5, True, "memory")
 
 
-def test_a_run_on_the_device_finds_its_sizes_and_trains_with_them(run, tmp_path):
+def test_a_run_on_the_device_trains_with_the_sizes_found(run, tmp_path):
     outcome = run(
         *SMALL,
         "EXPERIMENT.DEVICE=cuda",
@@ -230,7 +210,7 @@ def test_a_run_on_the_device_finds_its_sizes_and_trains_with_them(run, tmp_path)
     assert found["environment"]["device"].startswith("cuda")
     assert found["environment"]["device_name"] == torch.cuda.get_device_name(GPU)
     for mode in ("train", "val"):
-        result = AutoBatchResult.from_dict(mode, found[mode])  # type: ignore[arg-type]
+        result = AutoBatchResult.from_dict(mode, found[mode])
         assert result.certified
         assert 0 < result.peak_bytes <= result.budget_bytes < result.total_bytes
     assert torch.cuda.get_per_process_memory_fraction(GPU) == 1.0
@@ -249,33 +229,8 @@ class Arriving(SearchObserver):
             self._others.take(self._rest.pop(0))
 
 
-@pytest.mark.parametrize("moment", [2, 6, 9])
-def test_whoever_arrives_while_sizes_are_tried_leaves_a_size_that_fits(moment, others, caplog):
-    steps = []
-
-    def step_and_meet(batch):
-        steps.append(len(batch) // MIB)
-        if len(steps) == moment:
-            empty_cache(GPU)
-            others.take(150 * MIB)
-        step(batch)
-
-    with caplog.at_level(logging.INFO, "linnaeus.autobatch"):
-        result = find(300 * MIB, step=step_and_meet)
-    assert len(steps) > moment
-    assert result.budget_bytes == pytest.approx(150 * MIB, abs=1)
-    assert result.limited_by == "memory"
-    status = {trial.size: trial.status for trial in result.trials}
-    assert status[result.batch_size] == "fits"
-    assert status[result.batch_size + 1] != "fits"
-    with CudaMemory(GPU).cap(result.budget_bytes):
-        step(make_batch(result.batch_size))
-
-
 @pytest.mark.parametrize("arrivals", [[GIB], [GIB, 100 * MIB, 100 * MIB]], ids=len)
-def test_whoever_arrives_before_the_confirmation_is_named_and_leaves_a_size_that_fits(
-    arrivals, others, caplog
-):
+def test_others_before_the_confirmation_are_named_and_counted(arrivals, others, caplog):
     """The negative control: what was found before would not fit."""
     caplog.set_level(logging.INFO, "linnaeus.autobatch")
     share = fraction(3 * GIB)
@@ -294,7 +249,7 @@ def test_whoever_arrives_before_the_confirmation_is_named_and_leaves_a_size_that
 
 
 @pytest.mark.parametrize("is_early", [False, True])
-def test_when_others_leave_nothing_the_error_names_what_they_hold(is_early, others):
+def test_an_error_names_what_others_hold(is_early, others):
     share = fraction(GIB)
     if is_early:
         others.take(GIB)

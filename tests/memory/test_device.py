@@ -1,7 +1,5 @@
 """The memory of each kind of device."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,45 +1,8 @@
 """Names of GPUs."""
 
-from __future__ import annotations
-
 import pytest
 
-from linnaeus.autobatch.predict.gpus import BASE_MIB, GIB, GPUS, find_gpu
-
-CARD_GIB = {
-    "t4": 16,
-    "v100-16gb": 16,
-    "v100-32gb": 32,
-    "a10": 24,
-    "l4": 24,
-    "a30": 24,
-    "rtx-3090": 24,
-    "rtx-4090": 24,
-    "rtx-5090": 32,
-    "a100-40gb": 40,
-    "l40s": 48,
-    "h100-80gb": 80,
-    "a100-80gb": 80,
-    "rtx-2080-ti": 11,
-    "rtx-3080-10gb": 10,
-    "rtx-3080-12gb": 12,
-    "rtx-4070": 12,
-    "rtx-4080": 16,
-    "rtx-a5000": 24,
-    "rtx-a6000": 48,
-    "a40": 48,
-    "l40": 48,
-    "rtx-6000-ada": 48,
-    "h200": 141,
-    "b200": 180,
-}
-"""What is printed on the card."""
-
-
-def test_torch_sees_a_little_less_than_the_card_has():
-    assert GPUS.keys() == CARD_GIB.keys()
-    for name, card_gib in CARD_GIB.items():
-        assert 0.9 * card_gib * GIB < GPUS[name] < card_gib * GIB
+from linnaeus.autobatch.predict.gpus import BASE_MIB, GPUS, find_gpu
 
 
 def test_names():

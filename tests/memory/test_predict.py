@@ -1,7 +1,5 @@
 """Predictions from two traces: that they are what a direct trace gives, and what is asked of them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -123,7 +121,7 @@ def test_a_full_device_runs_more_samples_than_have_room(prediction):
     assert prediction.peak_within(40, limit_bytes) == prediction.peak_bytes(40), "it is not full"
 
 
-def test_the_base_is_assumed_without_a_device_and_measured_with_one(
+def test_the_base_is_measured_where_a_device_is(
     monkeypatch,
 ):
     traces = [Step().traced(n) for n in (8, 16)]

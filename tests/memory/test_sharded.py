@@ -1,7 +1,5 @@
 """Predictions of sharded models in a job: one in use is predicted like one on `meta`, and stays as it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -48,7 +46,7 @@ class Training:
         return [found.reserved_bytes(n) for n in (1, 1000, 50_000)]
 
 
-def test_a_model_in_use_is_predicted_like_a_new_one_and_trains_on():
+def test_a_model_in_use_is_predicted_like_a_new_one():
     expected = Training("meta").sizes()
     training = Training("cpu")
     assert training.sizes() == expected, "before its first step"
@@ -75,5 +73,5 @@ def test_parameters_in_host_memory_are_not_predicted():
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     training = Training("meta", offload_policy=CPUOffloadPolicy(pin_memory=False))
-    with pytest.raises(UntraceableError, match="host memory"):
+    with pytest.raises(UntraceableError):
         training.sizes()

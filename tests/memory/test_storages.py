@@ -1,7 +1,5 @@
 """Which storages the tracer reports, and when."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -12,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.helpers.ledger import Ledger
 
 
-def test_a_new_storage_is_reported_once_and_freed_with_its_last_view():
+def test_a_storage_is_reported_once_and_freed_with_its_last_view():
     ledger = Ledger()
     with ledger:
         block = torch.ones(1000)
@@ -65,7 +63,7 @@ def test_literal_values_count():
         assert ledger.live_bytes == literal.nbytes
 
 
-def test_an_error_of_the_callback_frees_what_the_operation_allocated():
+def test_an_error_of_the_callback_frees_the_allocation():
     ledger = Ledger(limit_bytes=5000)
     with ledger:
         kept = torch.ones(1000)
@@ -92,7 +90,7 @@ def test_gradients_meet_in_place_unless_a_hook_keeps_one(is_kept):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_peak_and_rest_of_a_training_step_agree_with_the_profiler(checkpointed):
+def test_peak_and_rest_of_a_step_agree_with_the_profiler(checkpointed):
     """The profiler sees every call of the allocator, kernels' own scratch memory included."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))

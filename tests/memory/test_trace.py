@@ -1,11 +1,6 @@
 """What a trace on `meta` records of a step."""
 
-from __future__ import annotations
-
-import copy
-import gc
 import itertools
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -104,7 +99,7 @@ def checkpointed():
 
     def forward(x, w):
         with torch.autocast("cuda", torch.bfloat16):
-            return checkpoint(functional.linear, x, w, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(functional.linear, x, w, use_reentrant=False)
 
     return run(forward, (8, 100), (10, 100))
 
@@ -230,12 +225,6 @@ PARTS = {
         ),
         [4 * (2 * 4 * 81 + 2 * 3 * 16 + 3 * 4 * 9)],
     ),
-    "grouped 1x1 convolution": (
-        lambda: workspaces(
-            run(lambda x, w: functional.conv2d(x, w, groups=2), (2, 4, 9, 9), (2, 2, 1, 1))
-        ),
-        [4 * (2 * 4 * 81 + 2 * 2 * 81 + 2 * 2)],
-    ),
     # Two bytes an element: x and w once each.
     "autocast of a linear layer": (
         lambda: allocated(under_autocast(functional.linear, (8, 100), (10, 100)), "_to_copy")[:2],
@@ -334,9 +323,7 @@ def test_each_part_of_a_step_is_recorded(observe, expected):
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("clip_grad_norm", [None, 1.0])
-def test_the_peak_is_that_of_a_real_step_where_operators_are_the_same(
-    num_micro_batches, clip_grad_norm
-):
+def test_the_peak_is_that_of_a_real_step_with_equal_operators(num_micro_batches, clip_grad_norm):
     """The framework's step, traced on `meta` and run on the CPU; the optimizer's state is part of both."""
     torch.manual_seed(0)
     model = network()
@@ -358,14 +345,14 @@ def test_the_peak_is_that_of_a_real_step_where_operators_are_the_same(
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_float16_with_a_scaler_takes_the_optimizer_step_and_a_second_trace_starts_as_the_first(
+def test_a_scaler_lets_the_optimizer_step_in_every_trace(
     device,
 ):
     """The scaler notes what a step has done with each optimizer."""
     with torch.device(device):
         model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    scaler = torch.amp.GradScaler("meta")  # type: ignore[arg-type]
+    scaler = torch.amp.GradScaler("meta")
     step = framework_step(
         model,
         optimizer=optimizer,
@@ -409,42 +396,6 @@ def test_before_the_steps_only_what_is_still_held_counts():
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_state_is_left_as_it_was(fails):
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
-    model(torch.randn(4, 3, 8, 8)).sum().backward()
-    optimizer.step()
-    parameters = list(model.parameters())
-    before = copy.deepcopy(
-        (model.state_dict(), optimizer.state_dict(), [p.grad for p in parameters])
-    )
-    random_state = torch.get_rng_state()
-    model.eval()
-
-    def step(batch):
-        model.train()
-        model[0].added = 1
-        model[0].child = nn.Linear(1, 1, device="meta")
-        optimizer.param_groups[0]["lr"] = 7.0
-        framework_step(model, optimizer=optimizer)(batch)
-        torch.rand(3)
-        if fails:
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine") if fails else nullcontext():
-        trace.trace(step, images, 8, state={"model": model, "rest": [optimizer]})
-    after = (model.state_dict(), optimizer.state_dict(), [p.grad for p in parameters])
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    assert all(mine is its for mine, its in zip(model.parameters(), parameters, strict=True))
-    assert not model.training
-    assert not hasattr(model[0], "added")
-    assert not hasattr(model[0], "child")
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert gc.isenabled()
-    assert not torch.is_autocast_enabled("cuda")
-
-
 @pytest.mark.parametrize(
     ("spoil", "name"),
     [
@@ -478,7 +429,7 @@ def cut(x, labels):
 
 
 def counted_on_host(x, labels):
-    return x[: labels.cpu().sum().item()] if labels.tolist()[0] == 0 else x  # type: ignore[misc]
+    return x[: labels.cpu().sum().item()] if labels.tolist()[0] == 0 else x
 
 
 def changed(x, labels):
@@ -517,9 +468,7 @@ def logged(x, labels):
         (logged, 5),
     ],
 )
-def test_what_small_tensors_of_the_batch_say_is_followed_and_a_logged_number_is_not_needed(
-    look, num_rows
-):
+def test_small_tensors_of_the_batch_are_followed(look, num_rows):
     """Labels are 0, 1, 2, 3, 0, 1, 2, 3: the rows taken are those that a device would take."""
     model = nn.Linear(100, 100)
 
@@ -542,7 +491,7 @@ def test_what_has_changed_beyond_its_values_is_unknown():
 
 
 @pytest.mark.parametrize("as_view", [False, True])
-def test_a_wrapper_for_several_ranks_is_traced_as_its_module_with_buckets(as_view):
+def test_a_ddp_wrapper_is_traced_as_its_module_with_buckets(as_view):
     def traced(wraps, buckets):
         model = nn.Linear(100, 100)
         if wraps:

@@ -7,8 +7,6 @@ Where there is neither a card nor what a phantom is built from, one sentence say
 skipped; with `CI` set, that is a failure.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Build the library that stands in for CUDA, once for each state of its sources and each torch."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -8,8 +8,6 @@ MODEL is one of timm, or `gpt`. A prediction is of the first steps on: optimizer
 `--no-grad` is a forward pass only, `--shards` one rank of a model sharded over N.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """The model of the caching allocator against torch's own, on a full card."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

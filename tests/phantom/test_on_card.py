@@ -1,7 +1,5 @@
 """The dry run of `benchmarks/on_card.sh`, which shows on a real GPU what no phantom can."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

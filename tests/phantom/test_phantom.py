@@ -1,7 +1,5 @@
 """What a phantom GPU does: memory, errors, values, cards, collectives. `make test-gpu` runs these on one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

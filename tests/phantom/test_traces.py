@@ -1,7 +1,5 @@
 """Predicted against reserved bytes of a phantom GPU; `compare.py` shows them for any model."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

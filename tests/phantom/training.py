@@ -1,7 +1,5 @@
 """Models and how they are trained: what `compare.py` and `benchmarks/gpu_truth.py` measure."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

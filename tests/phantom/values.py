@@ -8,8 +8,6 @@ at the same addresses. No dispatch mode is on, so autograd accumulates gradients
 Results above `LIMIT_BYTES`, results of larger tensors and of kernels that the CPU lacks are zeros.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -3,9 +3,10 @@
 It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.11 to 2.15 with the native backend.
 Sizes are rounded up to 512 bytes. Requests up to 1 MiB come from segments of 2 MiB, those below 10 MiB from
 segments of 20 MiB, larger ones from a segment of their own, rounded up to 2 MiB. The smallest free block
-that is large enough is taken, and split where enough of it remains. Where the device is full, all free
-segments are given back, and the request is tried once more. Each stream has pools of its own. Expandable
-segments, which usually reserve less, are not modeled.
+that is large enough is taken, of equal ones the oldest (torch 2.11: the one at the lowest address), and
+split where enough of it remains. Where the device is full, all free segments are given back, and the request
+is tried once more. Each stream has pools of its own. Expandable segments, which usually reserve less, are not
+modeled.
 
 >>> allocator = CachingAllocator()
 >>> block = allocator.allocate(30 * MIB)
