@@ -29,6 +29,7 @@ from tests.helpers.runs import Run
 from tests.helpers.trained import PLAIN, picture, save_run, spec_of
 
 ROOT = Path(__file__).parents[1]
+TUTORIAL = ROOT / "docs" / "tutorial.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SMALLER = (
     "EXPERIMENT.DEVICE=cpu",
@@ -87,7 +88,7 @@ def blocks(page: Path) -> Iterator[str]:
 
 def commands() -> Iterator[tuple[str, str]]:
     for page in PAGES:
-        for block in blocks(page):
+        for block in blocks(page) if page != TUTORIAL else ():
             if not block.startswith("#!"):
                 lines = (line for line in block.splitlines() if line.strip() and line[0] != "#")
                 yield from ((page.name, line) for line in lines)
@@ -156,20 +157,14 @@ def desk(
     return tmp_path
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_the_shown_file_trains_the_run_that_follows(page: str, tmp_path: Path) -> None:
-    """A sweep with this file has another name, because it needs a folder of its own."""
-    text = (ROOT / page).read_text()
-    [shown] = [
-        block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "ROOT" in block
-    ]
+def test_the_shown_file_trains_the_run_that_follows(tmp_path: Path) -> None:
+    page = ROOT / "README.md"
+    [shown] = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
     file = tmp_path / re.findall(r"\w+\.yaml", shown)[0]
     file.write_text(shown)
     name = load_config(["--cfg", str(file)]).config.EXPERIMENT.NAME
-    block = next(block for block in blocks(ROOT / page) if "linnaeus evaluate" in block)
+    block = next(block for block in blocks(page) if "linnaeus evaluate" in block)
     assert set(re.findall(r"runs/(\w+)", block)) == {name}
-    for line in block.splitlines():
-        assert "EXPERIMENT.NAME=" in line or not line.startswith("linnaeus sweep")
 
 
 def train_what_is_evaluated(line: str, desk: Path) -> None:
@@ -338,6 +333,34 @@ def test_a_sweep_works(
 
 
 @pytest.mark.slow
+def test_the_tutorial_works(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands in their order, with one epoch of few photographs, and its program."""
+    pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(tmp_path)
+    text = TUTORIAL.read_text()
+    [shown] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "flowers.yaml").write_text(shown.replace("EPOCHS: 15", "EPOCHS: 1"))
+    for line in "".join(blocks(TUTORIAL)).splitlines():
+        program, first, *rest = shlex.split(line)
+        if program == "python":
+            command = [sys.executable, str(ROOT / first), *rest, "--number=80"]
+            subprocess.run(command, check=True, capture_output=True)
+        else:
+            assert program == "linnaeus"
+            outcome = run(first, *(re.sub(r"EPOCHS=\d+", "EPOCHS=1", word) for word in rest))
+            assert outcome.code == 0, outcome.err
+    with (tmp_path / "new.csv").open() as table:
+        assert {"family_1", "species_1", "certain_level"} <= {*table.readline().strip().split(",")}
+    [program] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(program, "tutorial.md", "exec"), {})
+    best = load_run("runs/finer", device="cpu").predict("new/asters/sunflower/0002.jpg", top=1)[0]
+    names = {line.split()[0]: line.split()[1] for line in printed.getvalue().splitlines()}
+    assert names == {level: classes[0][0] for level, classes in best.levels.items()}
+
+
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("page", "line"), of_kind("torchrun"))
 def test_a_command_of_several_processes_works(page: str, line: str, desk: Path) -> None:
@@ -387,7 +410,7 @@ def test_what_the_pages_name_is_there() -> None:
         "git clone ",
         "make ",
         "source ",
-        "eval ",
+        "pip ",
         "python examples/",
         "torchrun ",
         "linnaeus ",
@@ -420,8 +443,7 @@ STRATEGIES = {
 """By the name that the pages give each; the benchmark prints the value."""
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/autobatch.md"])
-def test_the_table_of_strategies_is_what_the_benchmark_printed(page: str) -> None:
+def test_the_table_of_strategies_is_what_the_benchmark_printed() -> None:
     printed = (ROOT / "benchmarks" / "results" / "search_replay.txt").read_text()
     line = r"^(exact|multiple of 8) +(\w+) +([\d.]+)(?: +\S+){6} +([\d.]+) +\S+$"
     figures = {
@@ -434,7 +456,7 @@ def test_the_table_of_strategies_is_what_the_benchmark_printed(page: str) -> Non
         )
         expected[name] = (f"{float(exact):.1f}", f"{float(multiple):.1f}", f"{float(ratio):.2f}")
     row = r"^\| ([a-z, ]+)(?: \(.+\))? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"
-    rows = re.findall(row, (ROOT / page).read_text(), re.MULTILINE)
+    rows = re.findall(row, (ROOT / "docs/finders.md").read_text(), re.MULTILINE)
     assert {name: tuple(found) for name, *found in rows if name in STRATEGIES} == expected
 
 

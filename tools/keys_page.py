@@ -21,8 +21,8 @@ _INTRODUCTION = """\
 
 <!-- made by tools/keys_page.py --write; do not edit -->
 
-`linnaeus train --print-config` prints all keys as YAML. A default in `${...}` follows another key. Each row has
-a link: `#DATA.BATCH_SIZE`. Keys that few need are folded.
+`linnaeus train --print-config` prints all keys as YAML. A default in `${...}` follows another key. Each row
+has a link: `#DATA.BATCH_SIZE`. Keys that few need are folded.
 """
 _FEW_NEED = frozenset(
     {
