@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-import yaml
 from PIL import Image
 
 from linnaeus.config.load import load_config
@@ -465,25 +464,6 @@ def test_the_yaml_of_every_page_loads(tmp_path: Path, capsys: pytest.CaptureFixt
         for number, text in enumerate(
             re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S)
         ):
-            if text.startswith("apiVersion:"):
-                continue  # for Kubernetes
             file = tmp_path / f"{page.stem}{number}.yaml"
             file.write_text(text)
             assert cli(["--cfg", str(file), "--print-config"]) == 0, capsys.readouterr().err
-
-
-def test_the_job_for_kubernetes_starts_torchrun_with_options_that_exist(experiment: None) -> None:
-    from torch.distributed.run import get_args_parser
-
-    page = (ROOT / "docs/ranks.md").read_text()
-    (text,) = re.findall(r"^```yaml\n(apiVersion: .*?)^```", page, re.M | re.S)
-    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    program, *tokens = container["command"]
-    arguments = get_args_parser().parse_args(tokens)
-    assert (program, arguments.training_script) == ("torchrun", "linnaeus.main")
-    assert pod["terminationGracePeriodSeconds"] > 30, "torchrun's grace"
-    assert {mount["name"] for mount in container["volumeMounts"]} == {
-        volume["name"] for volume in pod["volumes"]
-    }
-    assert cli([*arguments.training_script_args, "--print-config"]) == 0
