@@ -331,7 +331,7 @@ def test_a_sweep_works(
     assert outcome.code == 0, outcome.out + outcome.err
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_the_tutorial_works(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its commands in their order, with one epoch of few photographs, and its program."""
     pytest.importorskip("onnxruntime")

@@ -28,7 +28,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class AutoBatchResult:
-    """The batch size that a search found, and how.
+    """Result of a search: the batch size, the bound that limits it, and every trial.
 
     Attributes:
         mode: `train` or `val`.

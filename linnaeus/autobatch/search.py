@@ -94,7 +94,9 @@ class TrialRecord:
     Attributes:
         status: `fits` (ran within the budget), `over` (ran, above the budget), `oom` (ran out of memory) or
             `kernel` (a kernel does not take the size).
-        peak_bytes: returned by `measure`; None where it raised `OutOfMemory`.
+        size: samples per rank and forward pass.
+        peak_bytes: the most bytes that the process held; None after `oom` and `kernel`.
+        seconds: duration.
     """
 
     size: int
