@@ -76,7 +76,7 @@ def auto_find_batch_size(
 
     The search runs every size that it reports. Afterwards parameters, buffers, gradients, plain attributes,
     hooks, modes, optimizers, scalers, global random number generators and the allocator's cap are
-    bit-identical to before.
+    bit-identical to before. `docs/search_options.md` explains the arguments that are not listed here.
 
     >>> model = torch.nn.Linear(8, 2)
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -119,7 +119,6 @@ def auto_find_batch_size(
             search runs there, and each later phase runs the size once. To include the present state as a
             phase, put a function that does nothing first.
         unit: of n in messages, such as "tokens", where `make_batch` does not count samples.
-        target_memory_fraction and the others: see `docs/search_options.md`.
 
     Raises:
         AutoBatchError: no size fits, `state` lacks an optimizer that the step uses or has parameters on two

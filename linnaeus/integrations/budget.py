@@ -46,7 +46,8 @@ class BudgetResult:
 
     Attributes:
         budget: the largest cost of a batch that ran within the memory.
-        padded, max_samples: as asked for.
+        padded: as asked for.
+        max_samples: as asked for.
         costs: of each sample, for `BudgetBatchSampler`.
         search: with every trial; its `batch_size` is the budget.
     """
@@ -286,10 +287,12 @@ class BudgetBatchSampler(Sampler[list[int]]):
     Args:
         costs: of each sample, positive integers.
         budget: of a batch, as of `find_budget`.
-        padded, max_samples: as for `find_budget`.
+        padded: as for `find_budget`.
+        max_samples: as for `find_budget`.
         shuffle: draw other batches, in another order, in each epoch.
         seed: of the shuffling; the same on all ranks.
-        num_replicas, rank: by default of the default process group.
+        num_replicas: number of ranks; by default of the default process group.
+        rank: of this process; by default in the default process group.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of its range, a sample above the budget,

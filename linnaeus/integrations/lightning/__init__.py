@@ -53,7 +53,8 @@ class AutoBatch(Callback):  # type: ignore[misc]
 
     Args:
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
-        min_batch_size, max_batch_size: bounds of the size per rank, inclusive; None is no upper bound.
+        min_batch_size: lower bound of the size per rank, inclusive.
+        max_batch_size: upper bound of the size per rank, inclusive; None is no bound.
         batch_arg_name: attribute of the module, the data module or their `hparams` that sizes the loaders.
         val_batch_arg_name: the attribute for validation, where it has its own. If validation uses the
             attribute of training, the size fits both.

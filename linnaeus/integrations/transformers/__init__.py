@@ -77,8 +77,9 @@ def autobatch(
             `min_batch_size`, or 2 for a model with BatchNorm.
         evaluation: find `per_device_eval_batch_size` too; by default where `eval_strategy` evaluates.
         eval_options: further or other arguments of `auto_find_batch_size`, for the search of evaluation.
-        samples, eval_samples: samples to make batches of, such as `longest(dataset, 512)`, in place of those
-            of the datasets for which the collator gives the largest batches; they repeat where they are few.
+        samples: samples to make batches of, such as `longest(dataset, 512)`, in place of the samples of the
+            dataset for which the collator gives the largest batches. Few samples repeat.
+        eval_samples: the same for evaluation.
         options: further arguments of `auto_find_batch_size`: `min_batch_size`, `max_batch_size` (None is no
             upper bound), `memory_limit_gb`, `multiple_of` and others.
 
