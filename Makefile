@@ -18,7 +18,7 @@ INSTALL = @echo "Installing Linnaeus with PyTorch into $(VENV): takes minutes, o
   $(BIN)/python -m pip install -e
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-e2e test-slow test-all test-gpu test-integrations test-floor test-newest \
+.PHONY: growth help train test test-e2e test-slow test-all test-gpu test-integrations test-floor test-newest \
   test-mutants coverage nightly messages lint typecheck docs clean
 
 help: ## list the targets
@@ -62,7 +62,10 @@ test-newest: ## run the quick tests with the newest Python, where it is installe
 	@if $(NEWEST_PYTHON) --version > /dev/null 2>&1; then $(MAKE) test PYTHON=$(NEWEST_PYTHON); \
 	  else echo "make test-newest runs no tests: $(NEWEST_PYTHON) is not installed. Use make NEWEST_PYTHON=..."; fi
 
-nightly: test-slow test-floor test-newest test-mutants coverage docs ## run what takes hours
+nightly: test-slow test-floor test-newest test-mutants coverage docs growth ## run what takes hours
+
+growth: $(VENV)/.installed-dev ## check that time grows linearly with rows, classes and runs
+	$(BIN)/python benchmarks/growth.py --check
 
 messages: $(VENV)/.installed-dev ## write tests/messages/ anew, to be read as a difference
 	$(BIN)/python -m pytest --rewrite-messages -q -k test_messages tests

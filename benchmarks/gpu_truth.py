@@ -1,12 +1,13 @@
 """What a search finds and promises, against training in a fresh process and against brute force.
 
-    python -m benchmarks.gpu_truth [--rows 30] [--seed 0] [--gib 24,80] [--tolerance 0.01] [--ranks]
+    python -m benchmarks.gpu_truth [--rows 30] [--seed 0] [--gib 24,80] [--fraction 0.8]
+        [--tolerance 0.01] [--ranks]
 
 Each row is a timm model with a number format, an optimizer and a feature, drawn by the seed. Without a card,
 it runs on phantom ones (`python -m tests.phantom python -m benchmarks.gpu_truth`): the allocator is torch's
 own, but neither cuDNN's choices nor speeds are real.
 
-    found       size that the search finds within 0.8 of the card
+    found       size that the search finds within that fraction of the card
     trials, s   of that search
     promise     peak of the trial of that size in GiB, fragmentation allowance included
     training    peak of 50 real steps in a fresh process, relative to the promise
@@ -276,6 +277,7 @@ def row_of_ranks(case: Case, tolerance: float) -> dict[str, Any]:
         ]
         command += ["-m", "benchmarks.gpu_truth", "--case", json.dumps(dataclasses.asdict(case))]
         command += [
+            f"--fraction={FRACTION}",
             f"--tolerance={tolerance}",
             *(f"--size={rank['size']}" for rank in ranks[:1] if rank),
         ]
@@ -409,6 +411,7 @@ def print_summary(rows: list[dict[str, Any]], num_rows: int, is_of_one_rank: boo
 
 
 def main() -> None:
+    global FRACTION
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -417,6 +420,7 @@ def main() -> None:
     parser.add_argument(
         "--gib", type=lambda text: [float(one) for one in text.split(",")], default=[24.0, 80.0]
     )
+    parser.add_argument("--fraction", type=float, default=FRACTION)
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--ranks", action="store_true")
     parser.add_argument(
@@ -425,6 +429,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    FRACTION = options.fraction
     if options.case is not None:
         on_one_rank(options.case, options.tolerance, options.size)
     else:

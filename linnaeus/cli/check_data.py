@@ -34,14 +34,13 @@ def run(_: Options, config: Config) -> int:
             f"DATA.DATASET.NAME: {dataset.NAME!r} has no image files; "
             "add data=imagefolder or data=manifest"
         )
-    from linnaeus.data.bundle import never_call
     from linnaeus.data.checked import find_damaged, measure_ranges
     from linnaeus.data.datasets import build_data
     from linnaeus.data.image_files import ImageFiles
 
     started = time.monotonic()
     skipping = replace(config.DATA, ON_BAD_IMAGE="skip")  # all is read below
-    data = build_data(skipping, seed=config.EXPERIMENT.SEED, on_main=never_call)
+    data = build_data(skipping, seed=config.EXPERIMENT.SEED, reads_images=False)
     if not (isinstance(data.train, ImageFiles) and isinstance(data.val, ImageFiles)):
         raise ConfigError(
             "DATA.DATASET: its samples are no image files, so there is nothing to check"

@@ -62,14 +62,15 @@ def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
     dataset: dict[str, Any] = {
         name: checked.values.get(("DATA", "DATASET", name)) for name in ("NAME", "ROOT", *_SPLITS)
     }
-    root = dataset["ROOT"]
-    roots = [FilePath(str(each)) for each in (root if isinstance(root, list) else [root or ""])]
+    root = FilePath(dataset["ROOT"] or "")  # "" is always there
     if dataset["NAME"] in IMAGE_FILES:
-        yield from ((("DATA", "DATASET", "ROOT"), each) for each in roots)  # "" is always there
-        if len(roots) == 1 and roots[0].expanduser().exists():
+        yield ("DATA", "DATASET", "ROOT"), root
+        if root.expanduser().exists():
             for name in filter(dataset.get, _SPLITS):
-                beside = roots[0].expanduser() / FilePath(dataset[name]).expanduser()
-                yield ("DATA", "DATASET", name), beside
+                yield (
+                    ("DATA", "DATASET", name),
+                    root.expanduser() / FilePath(dataset[name]).expanduser(),
+                )
     files = [("LOSS", "CLASS_WEIGHTS")]
     if not checked.values.get(("TRAIN", "AUTO_RESUME")):  # a resumed run does not read them
         files.append(("MODEL", "WEIGHTS"))

@@ -101,12 +101,6 @@ def _fit(value: list[str]) -> str | None:
     return "must have at least one element, each once, and `none` only as the first"
 
 
-def _roots(value: Any) -> str | None:
-    roots = value if isinstance(value, list) else [value]
-    is_path = roots and all(isinstance(root, str | int) for root in roots)
-    return None if value is None or is_path else "must be a folder, or a list of folders"
-
-
 def _freeze(value: Any) -> str | None:
     patterns = value if isinstance(value, list) else [value]
     if patterns and all(isinstance(pattern, str) and pattern.strip() for pattern in patterns):
@@ -228,12 +222,11 @@ class DatasetConfig:
         "kind of dataset",
         choices=("digits", "fashion_mnist", "synthetic", "imagefolder", "manifest"),
     )
-    ROOT: Any = key(
+    ROOT: str | None = key(
         None,
         "folder of the images (`imagefolder`), folder that relative paths start from (`manifest`; null "
         "is the manifest's own folder), or folder of the four files of `fashion_mnist` (null is that of "
-        "Debian's package); a list joins the samples of several",
-        check=_roots,
+        "Debian's package)",
     )
     TRAIN: str | None = key(
         None,
@@ -252,8 +245,8 @@ class DatasetConfig:
     )
     SPLIT_COLUMN: str | None = key(
         None,
-        "manifest column that says which split a row is in; null is a column such as `split`, `subset` or "
-        "`is_valid` whose values mean splits",
+        "manifest column that says which split a row is in, or which fold where FOLD is set; null is a "
+        "column such as `split`, `subset` or `is_valid` whose values mean splits",
     )
     ALLOW_COARSE: bool | None = key(
         None,
@@ -269,8 +262,8 @@ class DatasetConfig:
     )
     FOLD: int | None = key(
         None,
-        "fold of cross-validation that is held out, 0 to NUM_FOLDS - 1, or the number in a manifest's column "
-        "`fold`; null holds out VAL_FRACTION",
+        "fold of cross-validation that is held out, 0 to NUM_FOLDS - 1, or the number in the column of folds "
+        "that SPLIT_COLUMN names; null holds out VAL_FRACTION",
         ge=0,
     )
     NUM_FOLDS: int = key(5, "folds of the cross-validation that FOLD counts", ge=2)

@@ -175,7 +175,6 @@ def fill_nulls(root: DictConfig, cfg: str | None) -> set[tuple[str, ...]]:
     if is_named:
         return filled
     folder = of_dataset("ROOT")
-    folder = folder[0] if OmegaConf.is_list(folder) and folder else folder
     names = [
         Path(cfg).stem if cfg else "",
         _name_of(of_dataset("TRAIN")) if is_files else "",

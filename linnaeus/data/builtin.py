@@ -94,7 +94,7 @@ def build_digits(config: DataConfig) -> DataBundle:
     targets = torch.stack([torch.tensor(_SHAPE_OF_DIGIT)[digits], digits], dim=1)
     dataset: DatasetConfig = config.DATASET
     rows, held_out = stratified_split(
-        [str(i) for i in range(len(digits))], data.target, dataset.VAL_FRACTION
+        np.arange(len(digits)).astype(np.bytes_), data.target, dataset.VAL_FRACTION
     )
     known = _hide_labels(targets, dataset.UNKNOWN_FRACTION)
     train, val = (images[rows], known[rows]), (images[held_out], targets[held_out])

@@ -20,7 +20,7 @@ from linnaeus.runtime.words import counted, several
 Collate = Callable[[list[Any]], Batch]
 """Turns a list of samples into a batch."""
 OnMain = Callable[[Callable[[], Any]], Any]
-"""Calls a function on one rank and returns its result on all; see `World.on_main`."""
+"""Calls a function on rank 0 and returns its result on all; see `World.on_main`."""
 
 
 @dataclass
@@ -70,10 +70,6 @@ class DataBundle:
         parts = [f"{counted(len(levels), 'level')}: {', '.join(shown)}"] if shown else []
         sizes = (f"{name} {dataset_length(split)}" for name, split in self.splits.items())
         return f"{self.source}: {'; '.join([*parts, 'splits: ' + ', '.join(sizes)])}"
-
-
-def never_call(_: Callable[[], Any]) -> None:
-    """An `OnMain` that calls nothing: no file is read, so no damage is found and nothing is measured."""
 
 
 def collate_pairs(samples: list[Any]) -> Batch:

@@ -212,7 +212,8 @@ def _connect(place: Path | str) -> sqlite3.Connection:
 
 def _key(path: str) -> tuple[bytes, int, int]:
     """Path, size in bytes and time of modification; -1 where there is no such file."""
-    with suppress(OSError):
+    try:
         status = os.stat(path)
-        return os.fsencode(path), status.st_size, status.st_mtime_ns
-    return os.fsencode(path), -1, -1
+    except OSError:
+        return os.fsencode(path), -1, -1
+    return os.fsencode(path), status.st_size, status.st_mtime_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from operator import call
 
 from linnaeus.autobatch.state.rng import preserved_generators
@@ -15,7 +16,7 @@ from linnaeus.data.bundle import (
     limited,
     training_targets,
 )
-from linnaeus.data.image_files import build_files
+from linnaeus.data.image_files import bundle_files, find_splits
 from linnaeus.data.imagefolder import read_folders
 from linnaeus.data.manifest import read_manifest
 from linnaeus.data.mixing import build_device_transform
@@ -34,16 +35,19 @@ _KEYS_OF = {
 }
 
 
-def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) -> DataBundle:
+def build_data(
+    data_config: DataConfig, *, seed: int, on_main: OnMain = call, reads_images: bool = True
+) -> DataBundle:
     """Build training and validation data.
 
-    Every rank of a run builds the same bundle: the order of samples, the split and the labels depend on
-    the files and the configuration alone.
+    Every rank of a run has the same bundle: the order of samples, the split and the labels depend on the
+    files and the configuration alone.
 
     Args:
         data_config: the `DATA` node.
         seed: seeds the random numbers that a user's dataset may draw when it is made.
-        on_main: used to look for damaged files on one rank only.
+        on_main: calls a function on rank 0, which reads folders, manifests and images for all ranks.
+        reads_images: look for damaged files, and measure ranges of values.
 
     Raises:
         ConfigError: a key that is missing, or that does not fit the data.
@@ -61,7 +65,9 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     elif dataset.NAME in _BUILT_IN:
         data = _BUILT_IN[dataset.NAME](data_config)
     else:
-        data = build_files(_FILES[dataset.NAME](dataset), data_config, on_main)
+        read = _FILES[dataset.NAME]
+        find = partial(find_splits, config=data_config, reads_images=reads_images)
+        data = bundle_files(on_main(lambda: find(read(dataset))), data_config)
     before = data.description
     data.train = limited(data.train, data_config.LIMIT_TRAIN_SAMPLES, seed)
     data.val = limited(data.val, data_config.LIMIT_VAL_SAMPLES, seed)

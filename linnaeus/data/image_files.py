@@ -1,8 +1,7 @@
-"""Datasets of image files: from a listing of paths and class names to a `DataBundle`."""
+"""Datasets of image files: from a listing of paths and class names to splits of `ImageFiles`."""
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections import Counter, defaultdict
@@ -11,23 +10,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pandas as pd
 import torch
 from sklearn.model_selection import StratifiedGroupKFold
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
-from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
+from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
 from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_channels, measure_ranges
 from linnaeus.data.image import DEFAULT_DECODING, Decoding, load_image
-from linnaeus.data.splits import SPLITS
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Pipeline, build_transforms
 from linnaeus.runtime.errors import ConfigError, DataError
@@ -35,10 +32,17 @@ from linnaeus.runtime.files import other_spelling
 from linnaeus.runtime.words import counted, several
 
 T = TypeVar("T")
+Paths = np.ndarray[Any, np.dtype[np.bytes_]]
+"""File names as the file system has them, in one block of memory, which the processes of a loader share."""
 Texts = np.ndarray[Any, np.dtype[np.object_]]
 Places = np.ndarray[Any, np.dtype[np.int64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
-_JPEG = (".jpg", ".jpeg")
+_JPEG = (b".jpg", b".jpeg", b".JPG", b".JPEG")
+
+
+def encoded(paths: Iterable[str]) -> Paths:
+    """The paths as bytes."""
+    return np.array([path.encode("utf-8", "surrogateescape") for path in paths], dtype=np.bytes_)
 
 
 def distinct(values: Iterable[T]) -> tuple[list[T], Places]:
@@ -55,7 +59,7 @@ class Listing:
     Attributes:
         source: the folder or manifest, for messages.
         root: folder that relative paths start from.
-        paths: path of each image, relative to `root` or absolute; an array of texts.
+        paths: path of each image, relative to `root` or absolute.
         lineages: class names that images have, coarse to fine, each once.
         lineage_ids: the position in `lineages` of the class names of each image.
         groups: the group of each image, which a hold-out must not divide; None where there is none.
@@ -64,7 +68,7 @@ class Listing:
 
     source: str
     root: Path
-    paths: Texts
+    paths: Paths
     lineages: list[Lineage]
     lineage_ids: Places
     groups: Texts | None = None
@@ -75,19 +79,22 @@ class Listing:
         cls,
         source: str,
         root: Path,
-        paths: Sequence[str],
+        paths: Iterable[str],
         lineages: Iterable[Lineage],
         *,
         is_table: bool = False,
     ) -> Listing:
         """The listing of paths with the class names of each."""
-        texts = np.array(paths, dtype=object)
-        return cls(source, root, texts, *distinct(lineages), is_table=is_table)
+        return cls(source, root, encoded(paths), *distinct(lineages), is_table=is_table)
+
+    def file(self, position: int) -> str:
+        """The path of one image."""
+        return os.path.join(self.root, os.fsdecode(self.paths[position]))  # noqa: PTH118
 
     @property
     def files(self) -> list[str]:
         """The path of each image."""
-        return [os.path.join(self.root, path) for path in self.paths]  # noqa: PTH118 (hot path)
+        return [*map(self.file, range(len(self.paths)))]
 
     @property
     def counts(self) -> list[int]:
@@ -105,99 +112,91 @@ class Listing:
             groups=None if self.groups is None else self.groups[positions],
         )
 
-    @classmethod
-    def joined(cls, listings: Sequence[Listing]) -> Listing:
-        """The samples of several roots, one after the other."""
-        if len(listings) == 1:
-            return listings[0]
-        lineages, places = distinct(lineage for each in listings for lineage in each.lineages)
-        starts = accumulate((len(each.lineages) for each in listings), initial=0)
-        numbers = [each.lineage_ids + start for each, start in zip(listings, starts, strict=False)]
-        return cls(
-            ", ".join(each.source for each in listings),
-            Path(),
-            np.array([file for each in listings for file in each.files], dtype=object),
-            lineages,
-            places[np.concatenate(numbers)] if numbers else places,
-            is_table=any(each.is_table for each in listings),
-        )
-
 
 @dataclass(frozen=True)
 class FoundFiles:
     """The files of a dataset, as they lie on disk.
 
     Attributes:
-        splits: the listings of each split, one for each root; empty where there is no such split.
+        splits: the listing of each split that there is.
         level_names: names of the elements of a lineage, coarse to fine; None where the source gives none.
         notes: sentences for the user about what is not read.
         make_index: gives the classes of the training samples. Raises a `DataError` where these cannot be
             learned: a level with one class, or columns from fine to coarse.
     """
 
-    splits: dict[str, list[Listing]]
+    splits: dict[str, Listing]
     level_names: tuple[str, ...] | None
     notes: list[str]
     make_index: Callable[[], LabelIndex]
 
 
+@dataclass(eq=False)
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     """Images that are decoded on access.
 
-    Args:
-        root, paths: the folder that relative paths start from, and the path of each image.
-        targets: [N, L], int64, one column per level; -1 is unknown. Of several labels per sample [N, C],
-            int8, which items have as float32.
+    Attributes:
+        listing: the files.
+        labels: [K, L], int64, of each of the listing's K lineages, one column per level; -1 is unknown. Of
+            several labels per sample [K, C], int8, which items have as float32.
         channels: of an image; every image is converted to 1 (grey) or 3 (RGB), or has another number.
-        transform: resizes and augments an image; set before the first access.
         decoding: how a file becomes pixels.
+        transform: resizes and augments an image; set before the first access.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        paths: Iterable[str],
-        targets: Tensor,
-        channels: int,
-        transform: Pipeline | None = None,
-        decoding: Decoding = DEFAULT_DECODING,
-    ) -> None:
-        self.root = str(root)
-        # One array, which worker processes share. Each would end with a copy of a list of strings, as reading
-        # objects changes their reference counts.
-        self.paths = np.array([os.fsencode(path) for path in paths])
-        self.targets = targets
-        self.channels = channels
-        self.transform = transform
-        self.decoding = decoding
+    listing: Listing
+    labels: Tensor
+    channels: int
+    decoding: Decoding = DEFAULT_DECODING
+    transform: Pipeline | None = None
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.listing.paths)
 
     def take(self, rows: Tensor) -> ImageFiles:
         """The samples at these indices."""
-        taken = copy.copy(self)
-        taken.paths, taken.targets = self.paths[rows.numpy()], self.targets[rows]
-        return taken
+        held, listing = rows.numpy(), self.listing
+        paths, ids = listing.paths[held], listing.lineage_ids[held]
+        return replace(self, listing=replace(listing, paths=paths, lineage_ids=ids, groups=None))
 
     @property
     def files(self) -> list[str]:
         """The path of each image."""
-        return [os.path.join(self.root, os.fsdecode(path)) for path in self.paths]  # noqa: PTH118
+        return self.listing.files
+
+    @property
+    def targets(self) -> Tensor:
+        """The labels of each image, [N, L] or [N, C]."""
+        return self.labels[torch.from_numpy(self.listing.lineage_ids)]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """The pixels of a sample, uint8 [C, height, width], and its labels [L]."""
-        path = os.path.join(self.root, os.fsdecode(self.paths[index]))  # noqa: PTH118 (hot path)
         assert self.transform is not None
+        path = self.listing.file(index)
         image = load_image(path, self.channels, self.decoding, self.transform.min_size)
-        target = self.targets[index]
+        target = self.labels[self.listing.lineage_ids[index]]
         return self.transform(image), target.float() if target.dtype == torch.int8 else target
 
 
-def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:
-    """The node of each root."""
-    roots = dataset.ROOT if isinstance(dataset.ROOT, list) else [dataset.ROOT]
-    return [replace(dataset, ROOT=None if root is None else str(root)) for root in roots]
+@dataclass
+class FileSplits:
+    """The image files of a run, which rank 0 finds and sends to the other ranks.
+
+    Attributes:
+        train, val, test: the splits, without transforms; `test` is None where there is none.
+        index: the labels of class names.
+        augment: the node with what is measured.
+        report: sentences for the user.
+        source: the folder or manifest.
+    """
+
+    train: ImageFiles
+    val: ImageFiles
+    test: ImageFiles | None
+    index: LabelIndex
+    augment: AugmentConfig
+    report: list[str]
+    source: str
 
 
 @contextmanager
@@ -211,100 +210,107 @@ def optional_test(notes: list[str], split: str, dataset: DatasetConfig) -> Itera
         notes.append(f"no test split: {error}")
 
 
-def build_files(files: FoundFiles, config: DataConfig, on_main: OnMain) -> DataBundle:
-    """Datasets from the listings of each split.
+def find_splits(files: FoundFiles, config: DataConfig, *, reads_images: bool = True) -> FileSplits:
+    """The splits of the files, labeled.
 
-    Without a validation split, the test split takes its place. Without either, a stratified part of each
-    root's training samples is held out.
-
-    With `DATA.ON_BAD_IMAGE skip`, rank 0 decodes every file once, and all ranks leave out the damaged ones.
+    Without a validation split, the test split takes its place. Without either, a stratified part of the
+    training samples is held out. With `reads_images`, ranges of values are measured, and `ON_BAD_IMAGE skip`
+    decodes every file once and leaves out the damaged ones.
 
     Raises:
-        ConfigError: the augmentation does not fit.
-        DataError: a split without a label, a validation class without a training sample, or a manifest that
-            names files that do not exist.
+        DataError: a split without a label, or a validation class without a training sample.
     """
     index = files.make_index()
-    dataset, taxonomy = config.DATASET, index.taxonomy
-    size = as_size(config.IMG_SIZE, (224, 224))
-    report = [*files.notes]
-    trains, vals, tests = (files.splits[split] for split in SPLITS)
-    source = Listing.joined(trains).source
-    for listing in [*trains, *vals, *tests]:
-        require_files(listing, config)
-    decoding = Decoding.of(config)
-    measure = partial(
-        measure_ranges,
-        {split: _files_with_ranges(each) for split, each in files.splits.items()},
-        dataset.CHANNELS,
-        decoding,
-    )
-    decoding, notes = on_main(measure) or (decoding, [])
-    report += notes
+    dataset, splits, report = config.DATASET, files.splits, [*files.notes]
+    train, val, test = (splits.pop(split, None) for split in ("train", "val", "test"))
+    assert train is not None
+    source, decoding = train.source, Decoding.of(config)
+    if reads_images:
+        held = {"train": train, "val": val, "test": test}
+        wide = {split: _wide_files(each) for split, each in held.items() if each is not None}
+        decoding, notes = measure_ranges(wide, dataset.CHANNELS, decoding)
+        report += notes
     make = partial(
         make_split,
         index=index,
         config=config,
         channels=dataset.CHANNELS,
         decoding=decoding,
-        on_main=on_main,
         report=report,
+        reads_images=reads_images,
     )
-    val = test = None
-    if tests:
-        with optional_test(report, "test", dataset):
-            test, _ = make(tests, remedy=None)
-    if test is not None and not vals and dataset.FOLD is None:
-        report.append(f"no validation split: {Listing.joined(tests).source} is used")
-        val, test = test, None
-    elif not vals:
-        pairs = [hold_out(each, dataset, report, taxonomy) for each in trains]
-        trains, vals = [train for train, _ in pairs], [val for _, val in pairs]
-    report_repeated(Listing.joined(trains), [*vals, *tests], report)
-    train, _ = make(trains)
-    report_homonyms(Listing.joined(trains), report)
-    if lacking := classes_without_images(taxonomy, train.targets):
-        report.append(f"no training image is left of: {several(lacking)}")
-    val = val or make(vals)[0]
-    augment = _with_statistics(config.AUGMENT, train, dataset.CHANNELS, decoding, on_main, report)
-    train.transform, preprocessing = build_transforms(augment, size, dataset.CHANNELS, decoding)
-    val.transform = preprocessing.transform()
+    tested = validated = None
     if test is not None:
-        test.transform = preprocessing.transform()
+        with optional_test(report, "test", dataset):
+            tested, _ = make(test, remedy=None)
+    if test is not None and tested is not None and val is None and dataset.FOLD is None:
+        report.append(f"no validation split: {test.source} is used")
+        val, test, validated, tested = test, None, tested, None
+    elif val is None:
+        train, val = hold_out(train, dataset, report, index.taxonomy)
+    report_repeated(train, [val] if test is None else [val, test], report)
+    report_homonyms(train, report)
+    trained, _ = make(train)
+    if lacking := classes_without_images(index.taxonomy, trained.labels):
+        report.append(f"no training image is left of: {several(lacking)}")
+    if validated is None:
+        validated, _ = make(val)
+    augment = config.AUGMENT
+    if reads_images:
+        augment = _with_statistics(augment, trained, report)
+    return FileSplits(trained, validated, tested, index, augment, report, source)
+
+
+def bundle_files(splits: FileSplits, config: DataConfig) -> DataBundle:
+    """The bundle of splits of image files.
+
+    Raises:
+        ConfigError: the augmentation does not fit.
+        DataError: a manifest names files that do not exist on this machine.
+    """
+    train, channels = splits.train, splits.train.channels
+    size = as_size(config.IMG_SIZE, (224, 224))
+    train.transform, preprocessing = build_transforms(
+        splits.augment, size, channels, train.decoding
+    )
+    for split in filter(None, (train, splits.val, splits.test)):
+        require_files(split.listing, config)
+        split.transform = split.transform or preprocessing.transform()
     return DataBundle(
         train,
-        val,
-        taxonomy,
-        dataset.CHANNELS,
+        splits.val,
+        splits.index.taxonomy,
+        channels,
         size,
         collate_pairs,
-        report,
+        splits.report,
         preprocessing,
-        index,
-        test=test,
-        source=source,
+        splits.index,
+        test=splits.test,
+        source=splits.source,
     )
 
 
 def make_split(
-    listings: Sequence[Listing],
+    listing: Listing,
     *,
     index: LabelIndex,
     config: DataConfig,
     channels: int,
     decoding: Decoding,
-    on_main: OnMain,
     report: list[str],
     remedy: str | None = "remove them, or add training samples",
     needs_labels: bool = True,
+    reads_images: bool = True,
 ) -> tuple[ImageFiles, int]:
-    """Give the samples of all roots their labels, and leave out damaged files with `ON_BAD_IMAGE skip`.
+    """Give samples their labels, and leave out damaged files with `ON_BAD_IMAGE skip`.
 
     Args:
-        listings: the files of each root, in the form of the index.
+        listing: the files, in the form of the index.
         report: gets sentences on what is left out and on labels that are unknown.
         remedy: ends the error for samples of classes that the index lacks; None leaves these samples out.
         needs_labels: refuse samples without any label of the finest level.
+        reads_images: decode files to find damaged ones.
 
     Returns:
         The samples, without a transform, and the number that is left out for their classes.
@@ -312,13 +318,10 @@ def make_split(
     Raises:
         DataError: no file can be read, no label is known, or classes are unknown.
     """
-    listing = Listing.joined(listings)
-    if config.ON_BAD_IMAGE == "skip":
-        damaged: dict[int, str] = (
-            on_main(lambda: find_damaged(listing.files, channels, decoding)[0]) or {}
-        )
-        named = several([f"{listing.paths[i]} ({reason})" for i, reason in damaged.items()])
-        num_files = len(listing.paths)
+    if config.ON_BAD_IMAGE == "skip" and reads_images:
+        damaged, _ = find_damaged(listing.files, channels, decoding)
+        shown = (f"{os.fsdecode(listing.paths[i])} ({why})" for i, why in damaged.items())
+        named, num_files = several([*shown]), len(listing.paths)
         if len(damaged) == num_files:
             raise DataError(
                 f"{listing.source}: none of the {num_files} images can be read: {named}"
@@ -327,41 +330,41 @@ def make_split(
             number = counted(len(damaged), "damaged image")
             report.append(f"{listing.source}: {number} left out: {named}")
             listing = listing.take(_without(num_files, [*damaged]))
-    rows, lacking = encode(listing.lineages, index)
-    numbers = listing.lineage_ids
-    is_unknown = np.isin(numbers, [*lacking])
+    labels, lacking = encode(listing.lineages, index)
+    is_unknown = np.isin(listing.lineage_ids, [*lacking])
     num_left_out = int(is_unknown.sum())
     if num_left_out:
-        first: dict[str, str] = {}
-        for position in is_unknown.nonzero()[0]:
-            first.setdefault(lacking[numbers[position]], listing.paths[position])
-        names = [f"{name} (first in {listing.root / path})" for name, path in first.items()]
+        ids, places = np.unique(listing.lineage_ids[is_unknown], return_index=True)
+        positions = is_unknown.nonzero()[0][places]
+        first: dict[str, Path] = {}
+        for position, place in sorted(zip(positions, ids, strict=True)):
+            first.setdefault(lacking[place], Path(listing.file(position)))
+        names = [f"{name} (first in {file})" for name, file in first.items()]
         text = (
             f"{listing.source}: {counted(num_left_out, 'sample')} of {counted(len(names), 'class')} "
             f"without a training sample: {several(names)}"
         )
-        is_all = num_left_out == len(numbers)
+        is_all = num_left_out == len(is_unknown)
         if remedy is not None or is_all:
             raise DataError(f"{text}; {'these are all samples' if is_all else remedy}")
         report.append(f"{text}; left out")
-        numbers = numbers[~is_unknown]
         listing = listing.take(~is_unknown)
-    targets = rows[torch.from_numpy(numbers)]
-    coarse = listing.paths[np.array([x[-1] is None for x in listing.lineages])[listing.lineage_ids]]
-    if len(coarse):
-        counts = f"{len(coarse)} of {counted(len(listing.paths), 'image')}"
-        report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
-    finest = targets if index.taxonomy.is_multilabel else targets[:, -1]
+        labels, _ = encode(listing.lineages, index)
+    is_coarse = np.array([x[-1] is None for x in listing.lineages])[listing.lineage_ids]
+    if num_coarse := int(is_coarse.sum()):
+        counts = f"{num_coarse} of {counted(len(is_coarse), 'image')}"
+        first_path = os.fsdecode(listing.paths[is_coarse.argmax()])
+        report.append(f"{listing.source}: finest label unknown for {counts}, first {first_path}")
+    finest = labels if index.taxonomy.is_multilabel else labels[:, -1]
     if needs_labels and not (finest != UNKNOWN).any():
         raise DataError(
             f"{listing.source}: no image has a label of level {index.taxonomy.names[-1]!r}"
         )
-    split = ImageFiles(listing.root, listing.paths, targets, channels, decoding=decoding)
-    return split, num_left_out
+    return ImageFiles(listing, labels, channels, decoding), num_left_out
 
 
 def stratified_split(
-    keys: Iterable[str],
+    keys: Paths,
     strata: Places,
     fraction: float,
     fold: int | None = None,
@@ -380,7 +383,7 @@ def stratified_split(
     Returns:
         Positions of the training and of the validation samples, each ascending.
     """
-    order = np.fromiter(map(_digest, keys), dtype=np.uint64).argsort(kind="stable")
+    order = _digests(keys).argsort(kind="stable")
     order = order[strata[order].argsort(kind="stable")]
     val: list[Places] = []
     seen = num_held = 0
@@ -398,9 +401,9 @@ def stratified_split(
     return _without(len(order), found), np.sort(found)
 
 
-def _digest(key: str) -> int:
-    digest = blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
+def _digests(keys: Iterable[bytes]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    digests = (blake2b(key, digest_size=8).digest() for key in keys)
+    return np.fromiter(digests, dtype="S8").view(">u8").astype(np.uint64)
 
 
 def _without(number: int, positions: Sequence[int] | Places) -> Places:
@@ -408,7 +411,7 @@ def _without(number: int, positions: Sequence[int] | Places) -> Places:
 
 
 def grouped_split(
-    keys: Texts, strata: Places, groups: Texts, fold: int, num_folds: int
+    keys: Paths, strata: Places, groups: Texts, fold: int, num_folds: int
 ) -> tuple[Places, Places]:
     """Hold out one of `num_folds` parts of the groups, with about the same strata in each.
 
@@ -418,15 +421,16 @@ def grouped_split(
     Returns:
         As `stratified_split`.
     """
-    own = [group or f"\0{key}" for group, key in zip(groups, keys, strict=True)]
-    order = sorted(range(len(keys)), key=lambda i: (_digest(own[i]), own[i], keys[i]))
+    own = [group.encode() or b"\0" + key for group, key in zip(groups, keys, strict=True)]
+    digests = _digests(own)
+    order = sorted(range(len(keys)), key=lambda i: (digests[i], own[i], keys[i]))
     division = StratifiedGroupKFold(num_folds).split(order, strata[order], [own[i] for i in order])
     try:
         with warnings.catch_warnings(action="ignore"):  # classes with few samples
             _, found = next(islice(division, fold, None))
     except ValueError:  # no class has as many samples as there are folds
         found = []
-    members: dict[str, list[int]] = defaultdict(list)
+    members: dict[bytes, list[int]] = defaultdict(list)
     for place in found:
         members[own[order[place]]].append(order[place])
     numbers = Counter(strata.tolist())
@@ -510,28 +514,34 @@ def report_homonyms(listing: Listing, report: list[str]) -> None:
 
 def report_repeated(train: Listing, held_out: Sequence[Listing], report: list[str]) -> None:
     """Report training files that have several labels, or that another split has too."""
-    if any(each.root != train.root for each in held_out):
-        train, *held_out = (
-            replace(each, root=Path(), paths=np.array(each.files, dtype=object))
-            for each in (train, *held_out)
-        )
-    rows = pd.DataFrame({"path": train.paths, "number": train.lineage_ids}).drop_duplicates()
-    paths = pd.Series(np.concatenate([each.paths for each in held_out]), dtype=object)
-    found = [*rows["path"][rows["path"].duplicated()], *paths[paths.isin(train.paths)].unique()]
-    if found:
-        number = counted(len({*found}), "training image")
-        first = os.path.join(train.root, found[0])  # noqa: PTH118
+    hashes = _hashes(train)
+    order = np.argsort(hashes, kind="stable")
+    files, labels = hashes[order], train.lineage_ids[order]
+    twice = order[1:][(files[1:] == files[:-1]) & (labels[1:] != labels[:-1])]
+    held = np.concatenate([*map(_hashes, held_out)])
+    places = np.searchsorted(files, held).clip(max=len(files) - 1)
+    found = np.concatenate([twice, order[places[files[places] == held]]])
+    if len(found):
+        number = counted(len(np.unique(hashes[found])), "training image")
+        first = train.file(found[0])
         report.append(f"{number} with several labels, or also held out, first {first}")
 
 
-def classes_without_images(taxonomy: Taxonomy, targets: Tensor) -> list[str]:
+def _hashes(listing: Listing) -> Places:
+    """A number of 64 bits for the path of each file; those of different files differ."""
+    folder = os.fsencode(listing.root / "x")[:-1]
+    whole = (path if path.startswith(b"/") else folder + path for path in listing.paths)
+    return np.fromiter(map(hash, whole), np.int64, len(listing.paths))
+
+
+def classes_without_images(taxonomy: Taxonomy, labels: Tensor) -> list[str]:
     """The classes that no training image has, such as where all of theirs are damaged."""
     lacking: list[str] = []
     for column, level in enumerate(taxonomy.levels):
         if taxonomy.is_multilabel:
-            held = {*(targets == 1).any(dim=0).nonzero().flatten().tolist()}
+            held = {*(labels == 1).any(dim=0).nonzero().flatten().tolist()}
         else:
-            held = {*targets[:, column].tolist()}
+            held = {*labels[:, column].tolist()}
         lacking += [name for label, name in enumerate(level.classes) if label not in held]
     return lacking
 
@@ -542,9 +552,9 @@ def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict
     With several labels per sample, targets are [N, C], int8: 1, 0, or -1 where unknown. Targets with such a
     class are unknown at every level.
     """
-    lacking: dict[int, str] = {}
     if index.taxonomy.is_multilabel:
         return _encode_sets(lineages, index)
+    lacking: dict[int, str] = {}
     unknown = (UNKNOWN,) * len(index.taxonomy.levels)
     rows: list[tuple[int, ...]] = []
     for position, lineage in enumerate(lineages):
@@ -578,33 +588,22 @@ def _encode_sets(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor
     return torch.from_numpy(targets), lacking
 
 
-def _files_with_ranges(listings: Iterable[Listing]) -> list[str]:
+def _wide_files(listing: Listing) -> list[str]:
     """The files whose values may have more than 8 bits."""
-    return [
-        os.path.join(each.root, path)  # noqa: PTH118 (hot path)
-        for each in listings
-        for path in each.paths
-        if not path.lower().endswith(_JPEG)
-    ]
+    is_jpeg = np.logical_or.reduce([np.strings.endswith(listing.paths, end) for end in _JPEG])
+    return [listing.file(int(position)) for position in np.flatnonzero(~is_jpeg)]
 
 
 def _with_statistics(
-    augment: AugmentConfig,
-    images: ImageFiles,
-    channels: int,
-    decoding: Decoding,
-    on_main: OnMain,
-    report: list[str],
+    augment: AugmentConfig, images: ImageFiles, report: list[str]
 ) -> AugmentConfig:
-    """The node with MEAN and STD that rank 0 measures, where they are null and channels are no colors."""
-    if channels in (1, 3) or None not in (augment.MEAN, augment.STD):
+    """The node with MEAN and STD that are measured, where they are null and channels are no colors."""
+    if images.channels in (1, 3) or None not in (augment.MEAN, augment.STD):
         return augment
-    found = on_main(lambda: measure_channels(images.files, channels, decoding))
-    if found is None:
-        return augment
+    found = measure_channels(images.files, images.channels, images.decoding)
     num_images = counted(min(MOST_IMAGES, len(images)), "training image")
     pairs = zip(("MEAN", "STD"), found, strict=True)
-    measured = {key: value for key, value in pairs if getattr(augment, key) is None}
+    measured: dict[str, Any] = {key: value for key, value in pairs if getattr(augment, key) is None}
     values = " and ".join(f"{key} {value}" for key, value in measured.items())
     report.append(f"{values}: measured on {num_images}; DATA.AUGMENT sets others")
     return replace(augment, **measured)
@@ -621,12 +620,15 @@ def require_files(listing: Listing, config: DataConfig) -> None:
     is_found = not listing.is_table or config.ON_BAD_IMAGE == "skip"
     if is_found or os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    by_folder: dict[str, list[str]] = defaultdict(list)
-    for path in pd.unique(listing.paths):
-        by_folder[path.rpartition("/")[0]].append(path)
-    look = partial(_missing, listing.root)
+    folders: dict[bytes, int] = {}
+    found = (path.rpartition(b"/")[0] for path in listing.paths)
+    numbers = (folders.setdefault(folder, len(folders)) for folder in found)
+    ids = np.fromiter(numbers, np.int32, len(listing.paths))
+    order = np.argsort(ids, kind="stable")
+    parts = np.split(listing.paths[order], np.bincount(ids).cumsum()[:-1])
+    look = partial(_missing, os.fsencode(listing.root))
     with ThreadPool(32) as pool:  # a network file system answers many at once
-        missing = [*chain.from_iterable(pool.starmap(look, by_folder.items()))]
+        missing = [*dict.fromkeys(chain(*pool.starmap(look, zip(folders, parts, strict=True))))]
     if missing:
         there = other_spelling(Path(missing[0]))
         hint = "" if there is None else f"; there is {there}"
@@ -637,10 +639,10 @@ def require_files(listing: Listing, config: DataConfig) -> None:
         )
 
 
-def _missing(root: Path, folder: str, paths: list[str]) -> list[str]:
+def _missing(root: bytes, folder: bytes, paths: Paths) -> list[str]:
     """The files of one folder that do not exist; the folder is listed once."""
-    held: set[str] = set()
-    with suppress(OSError), os.scandir(os.path.join(root, folder or ".")) as entries:  # noqa: PTH118
+    held: set[bytes] = set()
+    with suppress(OSError), os.scandir(os.path.join(root, folder or b".")) as entries:  # noqa: PTH118
         held = {entry.name for entry in entries if entry.is_file()}
-    absent = (path for path in paths if path.rpartition("/")[2] not in held)
-    return [os.path.join(root, path) for path in absent]  # noqa: PTH118
+    absent = (path for path in paths if path.rpartition(b"/")[2] not in held)
+    return [os.fsdecode(os.path.join(root, path)) for path in absent]  # noqa: PTH118

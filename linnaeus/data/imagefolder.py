@@ -16,7 +16,7 @@ import numpy as np
 
 from linnaeus.config.schema import DatasetConfig
 from linnaeus.data import EXTENSIONS_TEXT, is_ignored, is_image, unread_note
-from linnaeus.data.image_files import FoundFiles, Listing, optional_test, roots_of
+from linnaeus.data.image_files import FoundFiles, Listing, optional_test
 from linnaeus.data.splits import (
     SPLITS,
     find_folders,
@@ -61,42 +61,48 @@ def read_folders(
     """
     notes: list[str] = []
     unread = Counter[str]()
-    roots = [_split_folders(node, notes) for node in roots_of(dataset)]
-    held_out = [split for split in ("val", "test") if any(split in root for root in roots)]
+    folders = _split_folders(dataset, notes)
+    held_out = [split for split in SPLITS[1:] if split in folders]
     wanted = (held_out or ["train"])[:1] if evaluated else SPLITS
-    for root in roots if "train" in wanted else ():
-        _require_training(root, dataset)
+    if "train" in wanted:
+        _require_training(folders, dataset)
     # The LEVELS of a run need not be those of other data.
     levels = None if evaluated and num_run_levels is None else dataset.LEVELS
-    splits: dict[str, list[Listing]] = {split: [] for split in SPLITS}
+    splits: dict[str, Listing] = {}
     is_inat, depth = False, num_run_levels
     for split in wanted:
-        pad_to = depth or 1
-        folders = {root[split]: len(root) == 1 for root in roots if split in root}
-        for folder, is_root in folders.items():
-            with optional_test(notes, split, dataset):
-                found, is_inat = _read_folder(
-                    folder, split, dataset, levels, pad_to, unread, is_root=is_root
+        if split not in folders:
+            continue
+        with optional_test(notes, split, dataset):
+            found, is_inat = _read_folder(
+                folders[split],
+                split,
+                dataset,
+                levels,
+                depth or 1,
+                unread,
+                is_root=len(folders) == 1,
+            )
+            first = next(iter(found.values()))
+            num_levels = len(first.lineages[0])
+            depth = depth or num_levels
+            if not is_inat and num_levels != depth:
+                raise DataError(
+                    f"{folders[split]}: {counted(num_levels, 'level')} of class folders, but {depth} "
+                    f"elsewhere, such as for {os.fsdecode(first.paths[0])}"
                 )
-                first = next(iter(found.values()))
-                num_levels = len(first.lineages[0])
-                depth = depth or num_levels
-                if not is_inat and num_levels != depth:
-                    raise DataError(
-                        f"{folder}: {counted(num_levels, 'level')} of class folders, but {depth} elsewhere, "
-                        f"such as for {first.paths[0]}"
-                    )
-                for part, listing in found.items():
-                    splits[part].append(listing)
-            dataset = replace(dataset, FOLDER_NAMES="inat2021" if is_inat else "nested")
-    if dataset.FOLD is not None and splits["val"] and not evaluated:
+            splits |= found
+        dataset = replace(dataset, FOLDER_NAMES="inat2021" if is_inat else "nested")
+    if dataset.FOLD is not None and "val" in splits and not evaluated:
         raise ConfigError(
-            f"DATA.DATASET.FOLD: {splits['val'][0].source} is the validation split; leave FOLD out, or name "
-            f"the folder of the folds in DATA.DATASET.ROOT, such as {splits['train'][0].source}"
+            f"DATA.DATASET.FOLD: {splits['val'].source} is the validation split; leave FOLD out, or name "
+            f"the folder of the folds in DATA.DATASET.ROOT, such as {splits['train'].source}"
         )
     notes += filter(None, [unread_note(unread)])
     level_names = tuple(levels or INAT_LEVELS) if is_inat else None
-    make_index = functools.partial(_index, splits["train"], level_names or levels, is_inat=is_inat)
+    make_index = functools.partial(
+        _index, splits.get("train"), level_names or levels, is_inat=is_inat
+    )
     return FoundFiles(splits, level_names, notes, make_index)
 
 
@@ -129,7 +135,7 @@ def _split_folders(dataset: DatasetConfig, notes: list[str]) -> dict[str, Path]:
     beside = sorted({*subfolders} - read)
     if not given and beside and not any(_subfolders(path) for path in found.values()):
         found = {}  # classes beside others, that are called like splits
-    folders = {split: _skip_single_folder(path, split) for split, path in found.items()} | given
+    folders = found | given
     if folders and beside and "." not in read:
         notes.append(f"{root}: folders beside the splits are not read: {several(beside)}")
     return {split: folders[split] for split in SPLITS if split in folders} or {"train": root}
@@ -157,14 +163,6 @@ def _holds_runs(folder: Path) -> bool:
     below = [folder / name for name in folders if not is_ignored(name)]
     is_run = not _OF_RUNS.isdisjoint([*folders, *files])
     return is_run or (below != [] and all(map(_holds_runs, below)))
-
-
-def _skip_single_folder(folder: Path, split: str) -> Path:
-    """The only folder in a folder of a split, where it is called like that split too."""
-    match _entries(folder):
-        case [path] if path.is_dir() and (parse_split_name(path.name) or "?")[0] == split:
-            return _skip_single_folder(path, split)
-    return folder
 
 
 def _require_training(root: dict[str, Path], dataset: DatasetConfig) -> None:
@@ -369,9 +367,9 @@ def _walk(folder: Path, unread: Counter[str], *, need_all: bool) -> list[str]:
     return found
 
 
-def _index(trains: Sequence[Listing], names: Sequence[str] | None, *, is_inat: bool) -> LabelIndex:
+def _index(train: Listing | None, names: Sequence[str] | None, *, is_inat: bool) -> LabelIndex:
     """The classes of the training folders."""
-    train = Listing.joined(trains)
+    assert train is not None
     depth = len(train.lineages[0])
     if names is None:
         names = ["class"] if depth == 1 else [f"level{level}" for level in range(1, depth + 1)]

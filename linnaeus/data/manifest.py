@@ -9,27 +9,29 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unicodedata import normalize
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import union_categoricals
 
 from linnaeus.config.schema import DatasetConfig
 from linnaeus.data import EXTENSIONS
 from linnaeus.data.image_files import (
     FoundFiles,
     Listing,
+    Paths,
     Places,
-    Texts,
     distinct,
+    encoded,
     optional_test,
-    roots_of,
 )
 from linnaeus.data.split_file import UNKNOWN_WORDS, unescape
 from linnaeus.data.splits import (
@@ -48,17 +50,15 @@ from linnaeus.runtime.words import counted, several
 _IMAGE_COLUMNS = tuple(
     "image path file filename file_name filepath file_path image_path image_name image_id img id".split()  # noqa: SIM905
 )
-_PARQUET = (".parquet", ".pq")
 _UNNAMED = re.compile(r"(unnamed: \d+)?", re.IGNORECASE)
 """The header of the row numbers that pandas writes."""
 _LABEL_COLUMNS = frozenset(("label", "labels", "class", "target", "category", "y"))
 """Columns, case-folded, whose 0 and 1 are two classes."""
-_FOLDS = re.compile(r"(.*[\W_])?k?folds?", re.IGNORECASE)
 _QUOTES = re.compile(r"""[][]|(?<=[\[ ])['"]|['"](?=[,\]])""")
 """What stands around the names of a cell that is a Python list."""
 _SET_SEPARATORS = (";", "|", "/", "\t")
-_LONGEST_NAME = 255
-"""Of a file, in bytes; longer cells are images, or paths of many folders."""
+_CHUNK = 100_000
+"""Rows that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +67,19 @@ class _Table:
 
     Attributes:
         path: the file.
-        rows: the cells, categories of texts, by number of line.
-        dataset: the node of its root.
+        image: the name of the column of image paths.
+        images: the image path of each line below the header.
+        rows: the other cells, categories of texts, by position in `images`.
+        dataset: the DATA.DATASET node.
         split: the split that a column gives to the rows, where it is not the split of the file.
     """
 
     path: Path
+    image: str
+    images: Paths
     rows: pd.DataFrame
     dataset: DatasetConfig
     split: str | None = None
-
-    @property
-    def image_column(self) -> str:
-        """The column of image paths: that of the configuration, else the first with a usual name."""
-        usual = [found for name in _IMAGE_COLUMNS if (found := self.find(name)) is not None]
-        name = self.dataset.IMAGE_COLUMN or (usual or _IMAGE_COLUMNS)[0]
-        return self.require([name], "DATA.DATASET.IMAGE_COLUMN")[0]
 
     @property
     def group_column(self) -> str | None:
@@ -93,14 +90,11 @@ class _Table:
     @property
     def others(self) -> list[str]:
         """The columns beside those of images and groups."""
-        taken = (self.image_column, self.group_column)
-        return [name for name in self.rows if name not in taken]
+        return [name for name in self.rows if name != self.group_column]
 
     def find(self, name: str) -> str | None:
-        """The column of this name, whatever its case; None where there is none."""
-        if name in self.rows:
-            return name
-        return next((each for each in self.rows if each.casefold() == name.casefold()), None)
+        """The column of this name, whatever its case; None where there is none, but for that of images."""
+        return _find(self.rows, name)
 
     def require(self, names: Sequence[str], key: str | None) -> list[str]:
         """Return the columns of these names.
@@ -112,20 +106,33 @@ class _Table:
         Raises:
             ConfigError, DataError: the file lacks columns, and the key or the training manifest names them.
         """
-        found = [self.find(name) for name in names]
-        problems = []
-        for name in (name for name, column in zip(names, found, strict=True) if column is None):
-            close = get_close_matches(name, self.rows, 1, 0.7)
-            has = f"the file has {several([*map(repr, self.rows)])}"
-            hint = f"did you mean {close[0]!r}?" if close else has
-            if key is None:
-                raise DataError(
-                    f"{self.path}, line 1: no column {name!r}, as the training manifest has; {hint}"
-                )
-            problems.append(f"{key}: {self.path} has no column {name!r}; {hint}")
-        if problems:
-            raise ConfigError(problems)
-        return found  # type: ignore[return-value]
+        if self.image in names:
+            raise ConfigError(f"{key}: {self.image!r} is the image column")
+        return _require(self.path, [self.image, *self.rows], names, key)
+
+
+def _find(columns: Iterable[str], name: str) -> str | None:
+    same = [each for each in columns if each.casefold() == name.casefold()]
+    return name if name in same else next(iter(same), None)
+
+
+def _require(
+    path: Path, columns: Sequence[str], names: Sequence[str], key: str | None
+) -> list[str]:
+    found = [_find(columns, name) for name in names]
+    problems = []
+    for name in (name for name, column in zip(names, found, strict=True) if column is None):
+        close = get_close_matches(name, columns, 1, 0.7)
+        has = f"the file has {several([*map(repr, columns)])}"
+        hint = f"did you mean {close[0]!r}?" if close else has
+        if key is None:
+            raise DataError(
+                f"{path}, line 1: no column {name!r}, as the training manifest has; {hint}"
+            )
+        problems.append(f"{key}: {path} has no column {name!r}; {hint}")
+    if problems:
+        raise ConfigError(problems)
+    return found  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -145,49 +152,44 @@ class _Labels:
     separator: str | None = None
 
     @classmethod
-    def of(cls, tables: Sequence[_Table]) -> _Labels:
-        """The labels of the training manifests.
+    def of(cls, table: _Table) -> _Labels:
+        """The labels of the training manifest.
 
         Raises:
-            ConfigError: the image column among the `LEVELS`, or columns that are no levels.
+            ConfigError: columns that are no levels.
             DataError: a column that is missing, or none with labels.
         """
-        table, dataset = tables[0], tables[0].dataset
-        for each in tables:
-            each.require([*filter(None, [dataset.GROUP_COLUMN])], "DATA.DATASET.GROUP_COLUMN")
+        dataset = table.dataset
+        table.require([*filter(None, [dataset.GROUP_COLUMN])], "DATA.DATASET.GROUP_COLUMN")
         levels = dataset.LEVELS or table.others
         columns = table.require(levels, "DATA.DATASET.LEVELS")
         if not levels:
-            raise DataError(
-                f"{table.path}, line 1: no column with labels beside {table.image_column!r}"
-            )
-        if table.image_column in columns:
-            raise ConfigError(f"DATA.DATASET.LEVELS: {table.image_column!r} is the image column")
-        if _are_flags(tables, columns):
+            raise DataError(f"{table.path}, line 1: no column with labels beside {table.image!r}")
+        if _are_flags(table, columns):
             separator = dataset.LABEL_SEPARATOR
-            if separator is None and any(_num_set(each, columns).ne(1).any() for each in tables):
+            if separator is None and _num_set(table, columns).ne(1).any():
                 separator = next(sign for sign in _SET_SEPARATORS if sign not in "".join(columns))
             return cls(["class"], columns, are_flags=True, separator=separator)
         if dataset.LEVELS is None:
-            _check_levels(tables, columns)
+            _check_levels(table, columns)
         return cls(list(levels), columns, separator=dataset.LABEL_SEPARATOR)
 
-    def files(self, splits: Mapping[str, Sequence[_Table]], notes: list[str]) -> FoundFiles:
+    def files(self, tables: Mapping[str, _Table], notes: list[str]) -> FoundFiles:
         """The samples of each split."""
         unknown: dict[Path, Counter[str]] = defaultdict(Counter)
-        found: dict[str, list[Listing]] = {split: [] for split in SPLITS}
-        for split, tables in splits.items():
-            for table in tables:
-                with optional_test(notes, split, table.dataset):
-                    found[split].append(self._listing(table, unknown[table.path]))
+        found: dict[str, Listing] = {}
+        for split, table in tables.items():
+            with optional_test(notes, split, table.dataset):
+                found[split] = self._listing(table, unknown[table.path])
         for path, words in unknown.items():
             if shown := ", ".join(f"{number} {cell!r}" for cell, number in words.most_common()):
                 notes.append(f"{path}: cells read as unknown labels: {shown}")
-        return FoundFiles(found, tuple(self.levels), notes, partial(self._index, found["train"]))
+        make_index = partial(self._index, found.get("train"))
+        return FoundFiles(found, tuple(self.levels), notes, make_index)
 
-    def _index(self, trains: Sequence[Listing]) -> LabelIndex:
-        """The classes of the training manifests."""
-        train = Listing.joined(trains)
+    def _index(self, train: Listing | None) -> LabelIndex:
+        """The classes of the training manifest."""
+        assert train is not None
         cells = {cell or "" for lineage in train.lineages for cell in lineage}
         if self.separator and not self.are_flags and self.separator not in "".join(cells):
             raise ConfigError(
@@ -235,20 +237,18 @@ def read_manifest(dataset: DatasetConfig) -> FoundFiles:
     Relative image paths start from `ROOT`, or from the manifest's own folder where `ROOT` is null.
 
     Raises:
-        ConfigError: a manifest that cannot be read, the image column among the `LEVELS`, or columns that are
-            no levels.
+        ConfigError: a manifest that cannot be read, or columns that are no levels.
         DataError: a manifest that is empty or malformed; the message names file and line.
     """
     notes: list[str] = []
-    roots = [(node, _manifest_paths(node)) for node in roots_of(dataset)]
-    splits = _split_tables(roots, notes)
-    if not splits["train"]:
+    tables = _split_tables(dataset, _manifest_paths(dataset), notes)
+    if "train" not in tables:
         raise DataError(f"{dataset.TRAIN or 'train.csv'}: no row of the training split")
-    labels = _Labels.of(splits["train"])
-    table = splits["train"][0]
+    table = tables["train"]
+    labels = _Labels.of(table)
     if rest := [name for name in table.others if name not in labels.columns]:
         notes.append(f"{table.path}: columns not read: {several(rest)}")
-    return labels.files(splits, notes)
+    return labels.files(tables, notes)
 
 
 def read_evaluated_manifest(
@@ -265,105 +265,94 @@ def read_evaluated_manifest(
         is_run_dataset: whether the node is that of the run.
     """
     notes: list[str] = []
-    roots = [(node, _manifest_paths(node)) for node in roots_of(dataset)]
-    held = next((s for s in ("val", "test") if any(s in paths for _, paths in roots)), None)
-    if held is not None and not is_run_dataset:
-        roots = [(node, {held: paths[held]}) for node, paths in roots if held in paths]
-    splits = _split_tables(roots, notes)
-    wanted = next((split for split in ("val", "test", "train") if splits[split]), "train")
-    tables = splits[wanted]
-    table, names = tables[0], taxonomy.names
+    paths = _manifest_paths(dataset)
+    if not is_run_dataset:
+        held = next((split for split in ("val", "test") if split in paths), "train")
+        paths = {held: paths[held]}
+    tables = _split_tables(dataset, paths, notes)
+    wanted = next(split for split in ("val", "test", "train") if split in tables)
+    table, names = tables[wanted], taxonomy.names
     flags = dataset.LEVELS or table.others
     if wanted == "train" and is_run_dataset:
-        labels = _Labels.of(tables)
-    elif len(names) == 1 and table.find(names[0]) is None and _are_flags(tables, flags):
+        labels = _Labels.of(table)
+    elif len(names) == 1 and table.find(names[0]) is None and _are_flags(table, flags):
         labels = _Labels([*names], flags, are_flags=True, separator=taxonomy.separator)
     else:
         columns = _columns_of_levels(table, dataset, names)
         labels = _Labels(list(columns), list(columns.values()), separator=taxonomy.separator)
-    return labels.files({wanted: tables}, notes)
+    return labels.files({wanted: table}, notes)
 
 
 def _split_tables(
-    roots: Sequence[tuple[DatasetConfig, Mapping[str, Path]]], notes: list[str]
-) -> dict[str, list[_Table]]:
-    """The rows of each split of each root: those of its manifests, divided by their column of splits.
+    dataset: DatasetConfig, paths: Mapping[str, Path], notes: list[str]
+) -> dict[str, _Table]:
+    """The rows of each split that there is: those of its manifest, divided by its column of splits.
 
     A column of splits moves rows from the training manifest to a split without a manifest of its own.
     """
-    splits: dict[str, list[_Table]] = {split: [] for split in SPLITS}
-    for node, paths in roots:
-        if node.FOLD is not None and {"train", "val"} <= paths.keys():
-            raise ConfigError(
-                f"DATA.DATASET.FOLD: {paths['val']} is the validation split; leave FOLD out"
-            )
-        for split, path in paths.items():
-            with optional_test(notes, split, node):
-                table = _read(path, node)
-                parts = _divided(table, is_train=split == "train") or {split: table}
-                if len(parts) == 1 and "train" not in parts:
-                    parts = {split: next(iter(parts.values()))}
-                kept = {
-                    name: part if name == split else replace(part, split=name)
-                    for name, part in parts.items()
-                    if name == split or (split == "train" and name not in paths)
-                }
-                if not kept:
-                    raise DataError(
-                        f"{path}: no row of split {split}, but of {', '.join(parts)}; name the manifest "
-                        f"in DATA.DATASET.{split.upper()}"
-                    )
-                if left_out := len(table.rows) - sum(len(part.rows) for part in kept.values()):
-                    rows = counted(left_out, "row")
-                    notes.append(f"{path}: {rows} left out, of other splits or of none")
-                for name, part in kept.items():
-                    splits[name].append(part)
+    if dataset.FOLD is not None and {"train", "val"} <= paths.keys():
+        raise ConfigError(
+            f"DATA.DATASET.FOLD: {paths['val']} is the validation split; leave FOLD out"
+        )
+    splits: dict[str, _Table] = {}
+    for split, path in paths.items():
+        with optional_test(notes, split, dataset):
+            table = _read(path, dataset)
+            parts = _divided(table, is_train=split == "train") or {split: table}
+            if len(parts) == 1 and "train" not in parts:
+                parts = {split: next(iter(parts.values()))}
+            kept = {
+                name: part if name == split else replace(part, split=name)
+                for name, part in parts.items()
+                if name == split or (split == "train" and name not in paths)
+            }
+            if not kept:
+                raise DataError(
+                    f"{path}: no row of split {split}, but of {', '.join(parts)}; name the manifest "
+                    f"in DATA.DATASET.{split.upper()}"
+                )
+            if left_out := len(table.rows) - sum(len(part.rows) for part in kept.values()):
+                rows = counted(left_out, "row")
+                notes.append(f"{path}: {rows} left out, of other splits or of none")
+            splits |= kept
     return splits
 
 
 def _divided(table: _Table, *, is_train: bool) -> dict[str, _Table]:
     """The rows of each split, without the column that says it; empty where no column does."""
     dataset, given = table.dataset, table.dataset.SPLIT_COLUMN
-    if given is not None and (is_train or table.find(given) is not None):
+    if given is not None:
+        if not is_train and table.find(given) is None:
+            return {}
         (given,) = table.require([given], "DATA.DATASET.SPLIT_COLUMN")
-    elif given is not None:
-        return {}
-    usual = next(filter(_FOLDS.fullmatch, table.rows), None)
-    folds = _column_of_folds(table, given or usual) if is_train else None
     named = map(table.find, dataset.LEVELS or ())
-    taken = {table.image_column, table.group_column, *named, *(folds or ())[:1]}
-    columns = [name for name in table.rows if name not in taken]
-    if given is not None and folds is None:
-        columns = [given]
-    cells = {name: table.rows[name].unique().tolist() for name in columns}
-    is_strict = is_train and given is None
-    found = find_column(cells, given if folds is None else None, is_strict=is_strict)
-    if found is not None and dataset.FOLD is not None and is_train and not (given and folds):
-        raise ConfigError(
-            f"DATA.DATASET.FOLD: the column {found[0]!r} of {table.path} divides the samples; leave "
-            "FOLD out, or name the column of folds in DATA.DATASET.SPLIT_COLUMN"
-        )
-    divisions = [*filter(None, (folds, found))]
-    if not divisions:
-        return {}
-    column, meanings = divisions[0]
-    rows = table.rows.drop(columns=[name for name, _ in divisions])
+    taken = {table.group_column, *named} if given is None else {*table.rows} - {given}
+    cells = {name: [*table.rows[name].cat.categories] for name in table.rows if name not in taken}
+    fold = dataset.FOLD
+    if fold is not None and given is not None and all(map(str.isdecimal, cells[given])):
+        if not is_train:
+            return {}
+        numbers = {cell: int(cell) for cell in cells[given]}
+        if fold not in numbers.values():
+            raise ConfigError(
+                f"DATA.DATASET.FOLD: {fold} is not among the values of {given!r} in {table.path}: "
+                f"{', '.join(sorted(numbers, key=int))}"
+            )
+        column = given
+        meanings = {cell: "val" if n == fold else "train" for cell, n in numbers.items()}
+    else:
+        found = find_column(cells, given, is_strict=is_train and given is None)
+        if found is None:
+            return {}
+        column, meanings = found
+        if fold is not None and is_train:
+            raise ConfigError(
+                f"DATA.DATASET.FOLD: the column {column!r} of {table.path} divides the samples; leave "
+                "FOLD out, or name the column of folds in DATA.DATASET.SPLIT_COLUMN"
+            )
+    rows = table.rows.drop(columns=column)
     parts = rows.groupby(table.rows[column].map(meanings), observed=True)
     return {split: replace(table, rows=rows) for split, rows in parts}
-
-
-def _column_of_folds(table: _Table, column: str | None) -> tuple[str, dict[str, str]] | None:
-    """The column with the number of each sample's fold, and the split of each; None without one or a FOLD."""
-    fold = table.dataset.FOLD
-    if fold is None or column is None or not table.rows[column].str.isdecimal().all():
-        return None
-    numbers = table.rows[column].unique()
-    if fold not in map(int, numbers):
-        raise ConfigError(
-            f"DATA.DATASET.FOLD: {fold} is not among the values of {column!r} in {table.path}: "
-            f"{', '.join(sorted(numbers, key=int))}"
-        )
-    return column, {cell: "val" if int(cell) == fold else "train" for cell in numbers}
 
 
 def _distinct(rows: pd.DataFrame) -> tuple[pd.DataFrame, Places]:
@@ -375,18 +364,16 @@ def _distinct(rows: pd.DataFrame) -> tuple[pd.DataFrame, Places]:
     return rows.iloc[first].astype(object), numbers
 
 
-def _are_flags(tables: Sequence[_Table], columns: Sequence[str]) -> bool:
+def _are_flags(table: _Table, columns: Sequence[str]) -> bool:
     """Whether each column is a class, with 1 for its samples and 0 for others.
 
     Two columns with flags are classes only where no row has both.
     """
     if len(columns) < 2 or {name.casefold() for name in columns} & _LABEL_COLUMNS:
         return False
-    for table in tables:
-        found = [table.find(name) for name in columns]
-        if not all(name and is_flags(table.rows[name].unique()) for name in found):
-            return False
-    return len(columns) > 2 or all(_num_set(table, columns).le(1).all() for table in tables)
+    found = [table.find(name) for name in columns]
+    are = all(name is not None and is_flags(table.rows[name].unique()) for name in found)
+    return are and (len(columns) > 2 or bool(_num_set(table, columns).le(1).all()))
 
 
 def _num_set(table: _Table, columns: Sequence[str]) -> pd.Series[int]:
@@ -394,15 +381,14 @@ def _num_set(table: _Table, columns: Sequence[str]) -> pd.Series[int]:
     return _distinct(table.rows[table.require(columns, None)])[0].map(is_true).sum(axis=1)
 
 
-def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
+def _check_levels(table: _Table, columns: list[str]) -> None:
     """Refuse columns that are no levels: numbers, groups, several labels, unique values, or no nesting.
 
     Raises:
         ConfigError: says what the columns look like.
     """
-    parts = [_distinct(each.rows[[x for x in columns if x in each.rows]]) for each in tables]
-    rows = pd.concat([kinds for kinds, _ in parts]).reindex(columns=columns).replace("", None)
-    num_rows = np.concatenate([np.bincount(numbers) for _, numbers in parts])
+    kinds, numbers = _distinct(table.rows[columns])
+    rows, num_rows = kinds.replace("", None), np.bincount(numbers)
     looks: dict[str, str] = {}
     for name in columns:
         cells = rows[name].dropna().unique()
@@ -418,7 +404,7 @@ def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
             looks[name] = f"{counted(num_values, 'value')} of a group or an attribute"
         elif len(columns) > 1 and (is_unique or num_values == 1):
             looks[name] = f"{counted(num_values, 'value')} in {counted(number, 'row')}"
-        elif number and not tables[0].dataset.LABEL_SEPARATOR and (sign := _separator(cells)):
+        elif number and not table.dataset.LABEL_SEPARATOR and (sign := _separator(cells)):
             looks[name] = (
                 f"several labels in a cell (DATA.DATASET.LABEL_SEPARATOR {sign!r} parts them)"
             )
@@ -432,7 +418,7 @@ def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
         flags = [x for x in looks if is_flags(rows[x].dropna()) and not names_attribute(x)]
         together = f", or all columns of 0 and 1: [{', '.join(flags)}]" if len(flags) > 1 else ""
         raise ConfigError(
-            f"DATA.DATASET.LEVELS: null, but columns of {tables[0].path} are no levels: "
+            f"DATA.DATASET.LEVELS: null, but columns of {table.path} are no levels: "
             f"{several([f'{name}: {look}' for name, look in looks.items()])}. Name the columns of labels, "
             f"coarse to fine{together}. DATA.DATASET.GROUP_COLUMN keeps the images of a group in one split"
         )
@@ -464,10 +450,10 @@ def _columns_of_levels(
     found = {name: table.find(level) for name, level in zip(names, levels, strict=True)}
     columns = {name: column for name, column in found.items() if column is not None}
     if not columns:
+        held = several([*map(repr, [table.image, *table.rows])])
         raise DataError(
-            f"{table.path}, line 1: no column {' or '.join(map(repr, names))} with labels, but "
-            f"{several([*map(repr, table.rows)])}; name those of {', '.join(names)}, in this order, in "
-            "DATA.DATASET.LEVELS"
+            f"{table.path}, line 1: no column {' or '.join(map(repr, names))} with labels, but {held}; "
+            f"name those of {', '.join(names)}, in this order, in DATA.DATASET.LEVELS"
         )
     return columns
 
@@ -479,7 +465,7 @@ def _manifest_paths(dataset: DatasetConfig) -> dict[str, Path]:
     paths = {split: root / Path(name).expanduser() for split, name in keys.items() if name}
     folder = paths["train"].parent if "train" in paths and not dataset.ROOT else root
     for split in SPLITS:
-        beside = [folder / f"{split}{ending}" for ending in (".csv", ".tsv", *_PARQUET)]
+        beside = [folder / f"{split}{ending}" for ending in (".csv", ".tsv")]
         found = [path for path in beside if path.is_file() and path not in paths.values()]
         if split == "train":
             found.append(beside[0])
@@ -493,16 +479,11 @@ def _read(path: Path, dataset: DatasetConfig) -> _Table:
 
     Raises:
         ConfigError: there is no such file.
-        DataError: it has no header or no row, a row has more cells than the header, or two columns have one
-            name.
+        DataError: it has no header, no row or no column of images, a row has more cells than the header, or
+            two columns have one name.
     """
-    read: Callable[[Path], pd.DataFrame] = (
-        _read_parquet if path.suffix.lower() in _PARQUET else _read_csv
-    )
     try:
-        rows = read(path)
-    except ImportError as error:
-        raise ConfigError(f"DATA.DATASET: {path} is Parquet: pip install pyarrow") from error
+        return _read_csv(path, dataset)
     except OSError as error:
         raise ConfigError(
             f"DATA.DATASET: cannot read manifest {path}: {error.strerror or error}; name it in "
@@ -513,84 +494,99 @@ def _read(path: Path, dataset: DatasetConfig) -> _Table:
     except ValueError as error:
         reason = first_line(error).removeprefix("Error tokenizing data. C error: ")
         raise DataError(f"{path}: broken: {reason}") from error
-    rows = rows.apply(lambda cells: cells.map(str.strip).astype("category"))
-    rows = rows[(rows != "").any(axis=1)]
-    if rows.empty:
-        raise DataError(f"{path}: empty; the first line must name the columns")
-    rows.columns = pd.Index([normalize("NFC", name) for name in rows.iloc[0]])
-    rows = rows.iloc[1:]
-    if rows.empty:
-        raise DataError(f"{path}: no row below the header")
-    rows = rows[[name for name in rows if not _UNNAMED.fullmatch(name)]]
-    if twice := sorted({*rows.columns[rows.columns.duplicated()]}):
-        raise DataError(f"{path}, line 1: column {several(twice)} occurs more than once")
-    return _Table(path, rows, dataset)
 
 
-def _read_csv(path: Path) -> pd.DataFrame:
-    """The lines of a CSV file, with the header, as text; cells that a line lacks are empty."""
+def _read_csv(path: Path, dataset: DatasetConfig) -> _Table:
+    """Read a CSV file in chunks, so that the texts of a few rows alone are in memory."""
     with path.open(encoding="utf-8-sig") as file:
         num_blank, header = next(((i, x) for i, x in enumerate(file) if x.strip()), (0, ""))
     if not header:
-        return pd.DataFrame()
-    separator = max(",;\t|", key=re.sub(r'"[^"]*"', "", header).count)
-    rows = pd.read_csv(
+        raise DataError(f"{path}: empty; the first line must name the columns")
+    read = partial(
+        pd.read_csv,
         path,
-        sep=separator,
+        sep=max(",;\t|", key=re.sub(r'"[^"]*"', "", header).count),
         header=None,
         skiprows=num_blank,
         skip_blank_lines=False,
-        dtype="category",
         low_memory=False,  # else it merges the categories of many small parts
         keep_default_na=False,
         encoding="utf-8-sig",
     )
-    return rows.set_axis(range(num_blank + 1, num_blank + 1 + len(rows)))
+    names = [normalize("NFC", str(name).strip()) for name in read(nrows=1, dtype=object).iloc[0]]
+    if twice := sorted({n for n in names if names.count(n) > 1 and not _UNNAMED.fullmatch(n)}):
+        raise DataError(f"{path}, line 1: column {several(twice)} occurs more than once")
+    image = names.index(_image_column(path, names, dataset))
+    kinds = {i: object if i == image else "category" for i in range(len(names))}
+    images: list[Paths] = []
+    parts: dict[str, list[Any]] = {name: [] for name in names if not _UNNAMED.fullmatch(name)}
+    for chunk in read(dtype=kinds, chunksize=_CHUNK):
+        images.append(encoded(map(str.strip, chunk.pop(image))))
+        for i in chunk:
+            parts.get(names[i], []).append(chunk[i].array)
+    del parts[names[image]]
+    size, width = sum(map(len, images)), max(part.itemsize for part in images)
+    found = np.empty(size, f"S{width}")
+    while images:  # from the end, so that memory is free before more is used
+        part = images.pop()
+        found[size - len(part) : size] = part
+        size -= len(part)
+    found, line = found[1:], num_blank + 2
+    rows = pd.DataFrame({name: _joined(cells) for name, cells in parts.items()})
+    nameless = np.flatnonzero(found == b"")
+    is_blank = (rows.iloc[nameless] == "").all(axis=1).to_numpy()
+    if len(nameless) == len(found):
+        raise DataError(f"{path}: no row below the header")
+    if not is_blank.all():
+        raise DataError(f"{path}, line {nameless[~is_blank][0] + line}: no image path")
+    return _Table(
+        path, names[image], found, rows.drop(index=nameless) if len(nameless) else rows, dataset
+    )
 
 
-def _read_parquet(path: Path) -> pd.DataFrame:
-    rows = pd.read_parquet(path, dtype_backend="numpy_nullable").astype(object)
-    header = pd.DataFrame([rows.columns], columns=rows.columns)
-    rows = pd.concat([header, rows.where(rows.notna(), "")], ignore_index=True)
-    # Lists as Python writes them, and the beginning of images.
-    text = rows.map(lambda x: str(x.tolist() if hasattr(x, "tolist") else x)[: 2 * _LONGEST_NAME])
-    return text.astype("category").set_axis(range(1, len(rows) + 1))
+def _joined(parts: Sequence[pd.Categorical]) -> pd.Categorical:
+    """The cells of a column below its header, without spaces around them."""
+    whole = union_categoricals(parts)[1:].remove_unused_categories()
+    numbers, texts = pd.factorize(np.array([*map(str.strip, whole.categories)], dtype=object))
+    return pd.Categorical.from_codes(numbers[whole.codes], texts)
 
 
-def _files(table: _Table) -> tuple[Path, Texts]:
+def _image_column(path: Path, names: list[str], dataset: DatasetConfig) -> str:
+    """The column of image paths: that of the configuration, else the first with a usual name."""
+    usual = [found for name in _IMAGE_COLUMNS if (found := _find(names, name)) is not None]
+    name = dataset.IMAGE_COLUMN or (usual or _IMAGE_COLUMNS)[0]
+    return _require(path, names, [name], "DATA.DATASET.IMAGE_COLUMN")[0]
+
+
+def _files(table: _Table) -> tuple[Path, Paths]:
     """The folder that paths start from, and the path of each image, with the ending that names may lack."""
-    names = table.rows[table.image_column]
-    for line in names.index[names == ""]:
-        raise DataError(f"{table.path}, line {line}: no image path")
-    given = table.dataset.ROOT
-    root = Path(given).expanduser() if given is not None else table.path.parent
-    numbers, kinds = pd.factorize(names)
-    longest = max(map(os.fsencode, kinds), key=len)
-    # `Path.exists` raises for a name that is too long.
-    if len(longest) > _LONGEST_NAME and not os.path.exists(root / os.fsdecode(longest)):  # noqa: PTH110
-        raise DataError(
-            f"{table.path}: the column {table.image_column!r} holds images, not paths; write the images to "
-            "files, and name the column of their paths in DATA.DATASET.IMAGE_COLUMN"
-        )
-    stem = table.path.stem
+    root = (
+        table.path.parent if table.dataset.ROOT is None else Path(table.dataset.ROOT).expanduser()
+    )
+    paths, stem = table.images, table.path.stem
+    if len(table.rows) < len(paths):
+        paths = paths[table.rows.index]
     for folder in ("", stem, f"{stem}_images", "images"):
-        paths = [os.path.join(folder, name) for name in kinds]  # noqa: PTH118 (hot path)
-        if not any((root / path).is_file() for path in paths[:100]):
-            if _with_endings(root, paths[:100]) == paths[:100]:
-                continue
-            paths = _with_endings(root, paths)
-        return root, np.array(paths, dtype=object)[numbers]
+        place = partial(os.path.join, folder)
+        first = [*dict.fromkeys(place(os.fsdecode(path)) for path in paths[:1000])][:100]
+        is_there = any(os.path.isfile(root / path) for path in first)  # noqa: PTH113 (no error)
+        if not is_there and _with_endings(root, first) == first:
+            continue
+        if not folder and is_there:
+            return root, paths
+        names = [place(os.fsdecode(path)) for path in paths]
+        return root, encoded(names if is_there else _with_endings(root, names))
     if not root.is_dir():
         raise ConfigError(f"DATA.DATASET.ROOT: there is no folder {root}{suggest_path(root)}")
-    first = names.iloc[0]
-    if "\\" in first:
+    name = os.fsdecode(paths[0])[:200]
+    if "\\" in name:
         hint = "; the paths of the manifest have backslashes: replace them by /"
-    elif there := other_spelling(root / first):
+    elif there := other_spelling(root / name):
         hint = f"; there is {there}"
     else:
         hint = f", with any ending, nor in `images` or `{stem}` there; relative paths start from "
         hint += "DATA.DATASET.ROOT, or from the manifest's folder where that is null"
-    raise DataError(f"{table.path}, line {names.index[0]}: no image {root / first}{hint}")
+    raise DataError(f"{table.path}: no image {root / name}{hint}")
 
 
 def _with_endings(root: Path, paths: Iterable[str]) -> list[str]:

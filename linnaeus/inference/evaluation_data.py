@@ -15,6 +15,7 @@ from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image_files import (
+    ImageFiles,
     Listing,
     distinct,
     hold_out,
@@ -126,45 +127,53 @@ def _evaluated(
 
 
 def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
-    config, index, preprocessing = request.config, request.index, request.preprocessing
-    dataset = config.DATASET
+    index, preprocessing = request.index, request.preprocessing
     if index is None or preprocessing is None:
         raise ConfigError(
-            f"DATA.DATASET.NAME: {dataset.NAME!r} has files and class names, but the dataset of the run "
-            "gave tensors or declared no classes: evaluate the run on a `_target_` dataset like its own"
+            f"DATA.DATASET.NAME: {request.config.DATASET.NAME!r} has files and class names, but the dataset "
+            "of the run gave tensors or declared no classes: evaluate the run on a `_target_` dataset like "
+            "its own"
         )
+    images, part, report, num_left_out = on_main(
+        lambda: _labeled_files(request, index, preprocessing)
+    )
+    require_files(images.listing, request.config)
+    images.transform = preprocessing.transform()
+    bundle = DataBundle(
+        images, images, index.taxonomy, images.channels, preprocessing.size, collate_pairs
+    )
+    return _evaluated(bundle, request, images.listing.source, part, report, num_left_out)
+
+
+def _labeled_files(
+    request: EvaluationRequest, index: LabelIndex, preprocessing: Preprocessing
+) -> tuple[ImageFiles, str, list[str], int]:
+    """The files to evaluate, the part of the dataset that they are, notes, and the number left out."""
     report: list[str] = []
     part, level_names = _VALIDATION, None
-    saved = _saved_validation(request) if request.is_run_dataset else None
-    if saved is not None:
-        listings, index = [saved], LabelIndex.of(index.taxonomy)
+    listing = _saved_validation(request) if request.is_run_dataset else None
+    if listing is not None:
+        index = LabelIndex.of(index.taxonomy)
     else:
-        listings, part, level_names = _found_listings(request, index, report)
-    listing = Listing.joined(listings)
+        listing, part, level_names = _found_listing(request, index, report)
     listing, missing = _aligned(listing, level_names, index, report)
-    require_files(listing, config)
     images, num_left_out = make_split(
-        [listing],
+        listing,
         index=index,
-        config=config,
+        config=request.config,
         channels=preprocessing.channels,
         decoding=preprocessing.decoding,
-        on_main=on_main,
         report=report,
         remedy=None if request.skip_unknown else "--unknown skip evaluates the others",
         needs_labels=False,
     )
-    images.transform = preprocessing.transform()
-    _fill_missing(images.targets, missing, index.taxonomy)
-    bundle = DataBundle(
-        images, images, index.taxonomy, images.channels, preprocessing.size, collate_pairs
-    )
-    return _evaluated(bundle, request, listing.source, part, report, num_left_out)
+    _fill_missing(images.labels, missing, index.taxonomy)
+    return images, part, report, num_left_out
 
 
-def _found_listings(
+def _found_listing(
     request: EvaluationRequest, index: LabelIndex, report: list[str]
-) -> tuple[list[Listing], str, tuple[str, ...] | None]:
+) -> tuple[Listing, str, tuple[str, ...] | None]:
     """The files to evaluate, the part of the dataset that they are, and the names of their levels."""
     dataset, is_run_dataset = request.config.DATASET, request.is_run_dataset
     taxonomy = index.taxonomy
@@ -173,22 +182,22 @@ def _found_listings(
         files = read_folders(dataset, evaluated=True, num_run_levels=depth)
     else:
         files = read_evaluated_manifest(dataset, taxonomy, is_run_dataset=is_run_dataset)
-    split = next((split for split in ("val", "test", "train") if files.splits[split]), None)
+    split = next((split for split in ("val", "test", "train") if split in files.splits), None)
     if split is None:
         raise DataError("; ".join(files.notes))
-    listings = files.splits[split]
+    listing = files.splits[split]
     report += files.notes
     if split != "train":
-        return listings, _VALIDATION, files.level_names
+        return listing, _VALIDATION, files.level_names
     if not is_run_dataset:
-        return listings, "all samples, as there is no validation split", files.level_names
+        return listing, "all samples, as there is no validation split", files.level_names
     if files.make_index() != index:
         raise DataError(
-            f"{Listing.joined(listings).source}: its classes are not those of the run any more, so the "
+            f"{listing.source}: its classes are not those of the run any more, so the "
             "samples that it held out cannot be told from others; name the data to evaluate in "
             "DATA.DATASET.VAL"
         )
-    held_out = [hold_out(each, dataset, report, taxonomy)[1] for each in listings]
+    _, held_out = hold_out(listing, dataset, report, taxonomy)
     return held_out, "samples held out of training", files.level_names
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import re
 import signal
 import sys
@@ -44,6 +45,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger("linnaeus.runtime.distributed")
 
+_MOST_BYTES = 1 << 20
+"""Of a value that travels over the store."""
 _ANSWER_S = 10.0
 """Timeout of one request to the store, in seconds."""
 _OVERDUE = re.compile("gloo.*Timed out|timeout caused pair closure|wait timeout")
@@ -148,8 +151,28 @@ class World:
         return value if self.control is None else self.control.broadcast(value)
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0 and return its result on every rank."""
-        return self.broadcast(function() if self.is_main else None)  # type: ignore[no-any-return]
+        """Call `function` on rank 0 and return its result on every rank.
+
+        The result may hold large arrays of NumPy, which travel over `host_group` without a copy.
+        """
+        if self.control is None or not self.is_distributed:
+            return function()
+        result, buffers = function() if self.is_main else None, list[pickle.PickleBuffer]()
+        packed = bytearray(pickle.dumps(result, protocol=5, buffer_callback=buffers.append))
+        views: list[Any] = [packed, *(buffer.raw() for buffer in buffers)]
+        sizes = [len(view) for view in views]
+        if sum(sizes) < _MOST_BYTES:
+            views, sizes = [], []
+        small, sizes = self.broadcast((None if sizes else result, sizes))
+        if not sizes:
+            return small  # type: ignore[no-any-return]
+        if not self.is_main:
+            views = [bytearray(size) for size in sizes]
+        for view in views:
+            if len(view):
+                part = torch.frombuffer(view, dtype=torch.uint8)
+                torch_dist.broadcast(part, src=0, group=self.host_group)
+        return result if self.is_main else pickle.loads(views[0], buffers=views[1:])  # type: ignore[return-value]
 
     def check_equal(self, facts: Mapping[str, Any]) -> None:
         """Compare facts, by names such as `training samples`, that must be the same on every rank.

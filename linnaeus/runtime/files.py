@@ -37,7 +37,7 @@ def suggest_path(path: Path) -> str:
 
 def other_spelling(path: Path) -> Path | None:
     """The file or folder of this path in another case, or with another ending; None where there is none."""
-    if path.exists() or path == path.parent:
+    if os.path.exists(path) or path == path.parent:  # noqa: PTH110 (no error for long names)
         return path
     beside = sorted((other_spelling(path.parent) or path).glob("*"))
     names = {each.stem.casefold(): each for each in beside}

@@ -18,7 +18,6 @@ NAMES = [
     ((), "digits"),
     (("data=imagefolder",), "imagefolder"),
     (("data=imagefolder", *FILES), "birds"),
-    (("data=imagefolder", "DATA.DATASET.ROOT=[/data/moths,/data/birds]"), "moths"),
     (("data=imagefolder", "DATA.DATASET.ROOT=/"), "imagefolder"),
     (("data=imagefolder", "DATA.DATASET.ROOT=/data/\\${x}"), "${x}"),
     (("data=imagefolder", "DATA.DATASET.ROOT=/data/${EXPERIMENT.SEED}"), "0"),

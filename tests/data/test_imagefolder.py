@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
-from operator import call
 
 import pytest
 import torch
@@ -18,17 +18,16 @@ from tests.helpers.datasets import write_image
 def build(
     root,
     on_bad_image="raise",
-    on_main=call,
+    on_main=lambda read: read(),
     **dataset,
 ):
-    text = [*map(str, root)] if isinstance(root, list) else None if root is None else str(root)
-    node = DatasetConfig(NAME="imagefolder", ROOT=text, **dataset)
+    node = DatasetConfig(NAME="imagefolder", ROOT=str(root), **dataset)
     config = DataConfig(DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE=on_bad_image)
     return build_data(config, seed=0, on_main=on_main)
 
 
 def paths(dataset):
-    return [os.fsdecode(dataset.paths[i]) for i in range(len(dataset))]
+    return [os.fsdecode(dataset.listing.paths[i]) for i in range(len(dataset))]
 
 
 def num_left_out(bundle):
@@ -103,28 +102,6 @@ def test_images_in_a_coarser_folder_have_unknown_finer_labels(nested, tmp_path):
     assert [line for line in build(nested).report if "unknown for" in line] == []
     with pytest.raises(DataError, match=r"Plantae/some\.jpg.*ALLOW_COARSE"):
         build(root, ALLOW_COARSE=False)
-
-
-def test_roots_are_joined_and_each_holds_out_what_it_would_alone(nested, tmp_path):
-    more = tmp_path / "more"
-    for i in range(10):
-        write_image(more / ("Animalia/dog", "Plantae/oak")[i % 2] / f"{i}.jpg", seed=i)
-    alone, both = [build(nested), build(more)], build([nested, more])
-    assert both.taxonomy is not None
-    assert both.taxonomy.num_classes == {"level1": 2, "level2": 5}
-    for split in ("train", "val"):
-        expected = [file for bundle in alone for file in getattr(bundle, split).files]
-        assert getattr(both, split).files == expected
-    assert both.val[0][0].shape == (3, 16, 16)
-    node = DatasetConfig(NAME="imagefolder", ROOT=[str(nested), str(more)])
-    request = EvaluationRequest(
-        DataConfig(DATASET=node), both.index, both.preprocessing, 0, is_run_dataset=True
-    )
-    assert labels(build_evaluation_data(request).bundle.val) == labels(both.val)
-    shutil.copytree(more, tmp_path / "split" / "train")
-    shutil.copytree(more, tmp_path / "split" / "val")
-    bundle = build([nested, tmp_path / "split"])
-    assert (len(paths(bundle.train)), len(paths(bundle.val))) == (30, 10)
 
 
 def test_what_is_hidden_or_no_image_is_ignored_and_links_are_followed(nested, tmp_path):
@@ -219,21 +196,27 @@ def test_mixed_folder_names_are_named_and_can_be_forced(inat):
     assert taxonomy.num_classes == {"class": 6}
 
 
-def test_images_are_decoded_on_one_process_and_left_out_on_all(nested):
-    whole = build(nested, on_bad_image="skip")
-    calls = []
+def test_rank_0_alone_reads_and_others_get_the_same(nested):
+    """Large arrays travel beside the pickle."""
+    (nested / "Plantae/oak/1.jpg").write_bytes(b"")
+    sent = []
 
-    def as_rank_1(read):
-        found = read()
-        if not isinstance(found, dict):  # the range of values
-            return found
-        calls.append(1)
-        return {0: "rank-0-says"}
+    def as_rank_0(read):
+        buffers = []
+        sent.append((pickle.dumps(read(), 5, buffer_callback=buffers.append), buffers))
+        return pickle.loads(sent[0][0], buffers=buffers)
 
-    bundle = build(nested, on_bad_image="skip", on_main=as_rank_1)
-    assert len(calls) == 2, "one for each split"
-    assert (len(bundle.train), len(bundle.val)) == (len(whole.train) - 1, len(whole.val) - 1)
-    assert "0-says" in " ".join(bundle.report)
+    main = build(nested, on_bad_image="skip", on_main=as_rank_0)
+    (packed, buffers) = sent.pop()
+    other = build(
+        nested / "nowhere", "skip", on_main=lambda _: pickle.loads(packed, buffers=buffers)
+    )
+    assert main.report == other.report
+    assert num_left_out(other) == 1
+    for one, two in ((main.train, other.train), (main.val, other.val)):
+        assert paths(one) == paths(two)
+        assert torch.equal(one.targets, two.targets)
+    assert other.train[0][0].shape == (3, 16, 16)
 
 
 def test_damaged_images_are_left_out_counted_and_reported(nested):

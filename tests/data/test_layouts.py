@@ -442,28 +442,6 @@ def test_paths_with_backslashes_and_missing_roots_are_named(tmp_path):
         build(tmp_path, "manifest")
 
 
-def test_parquet_is_a_manifest(tmp_path):
-    table(tmp_path, "image,label", animal)
-    expected = paths(build(tmp_path, "manifest").train)
-    (tmp_path / "train.csv").rename(tmp_path / "old.csv")
-    try:
-        from pyarrow import csv, parquet
-    except ImportError:
-        (tmp_path / "train.parquet").touch()
-        with pytest.raises(ConfigError, match="pip install pyarrow"):
-            build(tmp_path, "manifest")
-        return
-    old = csv.read_csv(tmp_path / "old.csv")
-    parquet.write_table(old, tmp_path / "train.parquet")
-    assert paths(build(tmp_path, "manifest").train) == expected
-    data = [b"\xff\xd8" * 200] * len(old)
-    for images in (data, [{"bytes": each, "path": "0.jpg"} for each in data]):
-        table_of_images = old.set_column(0, "image", [images])
-        parquet.write_table(table_of_images, tmp_path / "train.parquet")
-        with pytest.raises(DataError, match=r"'image' holds images"):
-            build(tmp_path, "manifest")
-
-
 def test_a_level_that_most_images_lack_is_refused(tmp_path):
     folders(tmp_path, ["{}"], num=9)
     folders(tmp_path, ["cat/new", "dog/old"], [""], num=5)
@@ -578,11 +556,14 @@ def test_folds_hold_out_each_image_once(tmp_path):
 
 def test_a_column_of_folds_is_used(tmp_path):
     table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i // 3 % 4}")
-    bundle = build(tmp_path, "manifest", FOLD=2)
+    bundle = build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN="fold")
     assert paths(bundle.val) == [f"img/{i}.jpg" for i in (6, 7, 8, 18, 19, 20)]
     assert levels(bundle) == {"label": CLASSES}
-    with pytest.raises(ConfigError, match=r"FOLD.*0, 1, 2, 3"):
-        build(tmp_path, "manifest", FOLD=4)
+    for fold, column in ((2, None), (4, "fold")):
+        with pytest.raises(ConfigError, match=r"FOLD.*0, 1, 2, 3|0, 1, 2, 3.*FOLD"):
+            build(tmp_path, "manifest", FOLD=fold, SPLIT_COLUMN=column)
+    table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i % 4}", name="test.csv", num=6)
+    assert sizes(build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN="fold")) == [18, 6, 6]
 
 
 @pytest.mark.parametrize("names", [None, ["label"]])
@@ -590,16 +571,12 @@ def test_columns_of_folds_and_of_splits_are_told_apart(tmp_path, names):
     words = ("train", "val", "train")
     row = lambda i: f"{animal(i)},{i // 3 % 4},{words[i // 3 % 3]}"  # noqa: E731
     table(tmp_path, "image,label,fold,split", row)
-    with pytest.raises(ConfigError, match=r"FOLD.*'split'.*SPLIT_COLUMN"):
-        build(tmp_path, "manifest", FOLD=2, LEVELS=names)
-    bundle = build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN="fold", LEVELS=names)
-    assert (levels(bundle), sizes(bundle)) == ({"label": CLASSES}, [18, 6])
-    for name in ("split", "label", "image"):
+    for name in (None, "split", "label", "image"):
         with pytest.raises(ConfigError, match=r"FOLD|SPLIT_COLUMN"):
             build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN=name, LEVELS=names)
-    table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i % 4}", name="test.csv", num=6)
-    table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i // 3 % 4}")
-    assert sizes(build(tmp_path, "manifest", FOLD=2)) == [18, 6, 6]
+    bundle = build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN="fold", LEVELS=["label"])
+    assert (levels(bundle), sizes(bundle)) == ({"label": CLASSES}, [18, 6])
+    assert notes(bundle, "not read: split")
 
 
 def test_words_for_unknown_labels_are_counted_once(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from operator import call
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from PIL import Image
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
-from linnaeus.data.bundle import never_call
 from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_ranges
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image import DEFAULT_DECODING
@@ -27,11 +25,11 @@ from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
 
 
-def build(root, channels=1, on_main=call, **keys):
+def build(root, channels=1, reads_images=True, **keys):
     dataset = DatasetConfig(NAME="imagefolder", ROOT=str(root), CHANNELS=channels)
     keys = {"AUGMENT": AugmentConfig(CROP_SCALE=[1.0, 1.0]), **keys}
     config = DataConfig(DATASET=dataset, IMG_SIZE=16, **keys)
-    return build_data(config, seed=0, on_main=on_main)
+    return build_data(config, seed=0, reads_images=reads_images)
 
 
 def depth(bundle):
@@ -109,7 +107,7 @@ def test_data_is_built_without_reading_files(tmp_path, channels, bits):
         grey16(tmp_path, {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
     else:
         bands(tmp_path)
-    unread = build(tmp_path, channels, on_main=never_call).preprocessing
+    unread = build(tmp_path, channels, reads_images=False).preprocessing
     read = build(tmp_path, channels).preprocessing
     assert unread is not None
     assert read is not None

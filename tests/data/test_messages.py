@@ -67,10 +67,6 @@ FOLDERS = {
     "a class outside": lambda: folders("images/Fungi/0.jpg", ALLOW_COARSE=False),
     "a class too deep": lambda: folders("images/A/cat/white/0.jpg", ALLOW_COARSE=False),
     "one class too deep": lambda: folders("images/A/cat/white/0.jpg"),
-    "roots of other depth": lambda: [
-        folders(),
-        folders(classes=("c/d",), ROOT=["images", "images/A"]),
-    ],
     "an image outside": lambda: folders("images/0.jpg"),
     "a class without image": lambda: folders("images/Plants/ash/notes.txt"),
     "one class below": lambda: folders(classes=CLASSES[:1]),

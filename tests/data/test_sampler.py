@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.data.image_files import stratified_split
+from linnaeus.data.image_files import encoded, stratified_split
 from linnaeus.data.sampler import ClassSampler, EpochSampler, PlannedBatches, ValSampler
 
 LENGTHS, WORLDS = st.integers(0, 300), st.integers(1, 8)
@@ -133,7 +133,7 @@ def test_epochs_by_class_are_split_and_resumed_as_others(world, skip, epoch, pow
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=200), st.floats(0.01, 0.99))
 def test_split_is_a_partition_near_the_fraction_with_every_class_in_training(strata, fraction):
     train, val = stratified_split(
-        [f"{i}.jpg" for i in range(len(strata))], np.array(strata), fraction
+        encoded(f"{i}.jpg" for i in range(len(strata))), np.array(strata), fraction
     )
     train, val = train.tolist(), val.tolist()
     assert sorted(train + val) == list(range(len(strata)))
@@ -149,6 +149,7 @@ def test_split_is_a_partition_near_the_fraction_with_every_class_in_training(str
 
 def test_split_is_the_same_for_ever_and_in_any_order():
     keys, strata = [f"{i}.jpg" for i in range(40)], [i % 2 for i in range(40)]
+    keys = encoded(keys)
     _, val = stratified_split(keys, np.array(strata), 0.2)
     assert val.tolist() == [0, 1, 11, 12, 15, 25, 30, 38]
     _, backwards = stratified_split(keys[::-1], np.array(strata[::-1]), 0.2)

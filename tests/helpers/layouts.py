@@ -59,4 +59,4 @@ def sizes(bundle: DataBundle) -> list[int]:
 
 def paths(dataset: Any) -> list[str]:
     """The path of each image, relative to the folder of its split."""
-    return [os.fsdecode(path) for path in dataset.paths]
+    return [os.fsdecode(path) for path in dataset.listing.paths]

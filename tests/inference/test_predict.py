@@ -11,7 +11,7 @@ from PIL import Image
 
 from linnaeus.autobatch.state.rng import rng_state
 from linnaeus.data.batch import Batch
-from linnaeus.data.image_files import ImageFiles
+from linnaeus.data.image_files import ImageFiles, Listing
 from linnaeus.data.mixing import DeviceTransform
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.inference import predictor
@@ -38,8 +38,9 @@ def test_predictions_are_those_of_validation_bit_for_bit(birds, photos):
     assert [prediction.source for prediction in found] == [str(path) for path in photos]
     preprocessing = birds.spec.preprocessing
     assert preprocessing is not None
-    targets = torch.zeros(len(photos), len(birds.classes), dtype=torch.int64)
-    dataset = ImageFiles(Path(), list(map(str, photos)), targets, 3, preprocessing.transform())
+    listing = Listing.of("", Path(), map(str, photos), [()] * len(photos))
+    labels = torch.zeros(1, len(birds.classes), dtype=torch.int64)
+    dataset = ImageFiles(listing, labels, 3, transform=preprocessing.transform())
     outputs = []
     step = ValidationStep(
         birds.model,

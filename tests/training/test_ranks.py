@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -53,6 +54,7 @@ def work(rank, folder):
                 if world_size == 3:
                     results["three"] = distributed(world)
                     results["state"] = transferred(world)
+                    results["read"] = read_on_main(world)
                     results |= {("passes", how): two_passes(world, how) for how in WRAPPERS}
                 if world_size == 2:
                     results |= metrics_of_seven_levels(world)
@@ -81,6 +83,21 @@ def ranks(tmp_path_factory):
 def plain_step(model, criterion, optimizer, **options):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     return TrainStep(model, criterion, optimizer, scaler, Precision(CPU), **options)
+
+
+# --- what rank 0 reads for all ranks ---
+
+
+def read_on_main(world):
+    """A large value, which travels over the process group, and a small one, which does not."""
+    large = world.on_main(lambda: {"paths": np.arange(2**18).astype("S9"), "name": "birds"})
+    small = world.on_main(lambda: {"name": "birds"})
+    return [large["paths"].tobytes(), large["name"], large["paths"].flags.writeable, small]
+
+
+def test_arrays_that_rank_0_reads_arrive_whole_on_all_ranks(ranks):
+    expected = [np.arange(2**18).astype("S9").tobytes(), "birds", True, {"name": "birds"}]
+    assert [results["read"] for results in ranks] == [expected] * 3
 
 
 # --- the gradient of an effective batch ---
