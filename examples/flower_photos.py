@@ -64,8 +64,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Draw photographs of flowers into folders.")
     parser.add_argument("folder", type=Path, help="folder to write to")
     parser.add_argument("--number", type=int, default=400, help="number of photographs")
+    parser.add_argument("--seed", type=int, default=0, help="another seed draws other photographs")
     args = parser.parse_args()
-    chance = random.Random(0)
+    chance = random.Random(args.seed)
     for number in range(args.number):
         species = list(SPECIES)[number % len(SPECIES)]
         shown = chance.choice(list(SPECIES)) if chance.random() < 0.01 else species

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-import yaml
 from PIL import Image
 
 from linnaeus.config.load import load_config
@@ -29,6 +28,7 @@ from tests.helpers.runs import Run
 from tests.helpers.trained import PLAIN, picture, save_run, spec_of
 
 ROOT = Path(__file__).parents[1]
+TUTORIAL = ROOT / "docs" / "tutorial.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SMALLER = (
     "EXPERIMENT.DEVICE=cpu",
@@ -87,7 +87,7 @@ def blocks(page: Path) -> Iterator[str]:
 
 def commands() -> Iterator[tuple[str, str]]:
     for page in PAGES:
-        for block in blocks(page):
+        for block in blocks(page) if page != TUTORIAL else ():
             if not block.startswith("#!"):
                 lines = (line for line in block.splitlines() if line.strip() and line[0] != "#")
                 yield from ((page.name, line) for line in lines)
@@ -156,20 +156,14 @@ def desk(
     return tmp_path
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_the_shown_file_trains_the_run_that_follows(page: str, tmp_path: Path) -> None:
-    """A sweep with this file has another name, because it needs a folder of its own."""
-    text = (ROOT / page).read_text()
-    [shown] = [
-        block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "ROOT" in block
-    ]
+def test_the_shown_file_trains_the_run_that_follows(tmp_path: Path) -> None:
+    page = ROOT / "README.md"
+    [shown] = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
     file = tmp_path / re.findall(r"\w+\.yaml", shown)[0]
     file.write_text(shown)
     name = load_config(["--cfg", str(file)]).config.EXPERIMENT.NAME
-    block = next(block for block in blocks(ROOT / page) if "linnaeus evaluate" in block)
+    block = next(block for block in blocks(page) if "linnaeus evaluate" in block)
     assert set(re.findall(r"runs/(\w+)", block)) == {name}
-    for line in block.splitlines():
-        assert "EXPERIMENT.NAME=" in line or not line.startswith("linnaeus sweep")
 
 
 def train_what_is_evaluated(line: str, desk: Path) -> None:
@@ -342,6 +336,34 @@ def test_a_sweep_works(
     assert outcome.code == 0, outcome.out + outcome.err
 
 
+@pytest.mark.e2e
+def test_the_tutorial_works(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands in their order, with one epoch of few photographs, and its program."""
+    pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(tmp_path)
+    text = TUTORIAL.read_text()
+    [shown] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "flowers.yaml").write_text(shown.replace("EPOCHS: 15", "EPOCHS: 1"))
+    for line in "".join(blocks(TUTORIAL)).splitlines():
+        program, first, *rest = shlex.split(line)
+        if program == "python":
+            command = [sys.executable, str(ROOT / first), *rest, "--number=80"]
+            subprocess.run(command, check=True, capture_output=True)
+        else:
+            assert program == "linnaeus"
+            outcome = run(first, *(re.sub(r"EPOCHS=\d+", "EPOCHS=1", word) for word in rest))
+            assert outcome.code == 0, outcome.err
+    with (tmp_path / "new.csv").open() as table:
+        assert {"family_1", "species_1", "certain_level"} <= {*table.readline().strip().split(",")}
+    [program] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(program, "tutorial.md", "exec"), {})
+    best = load_run("runs/finer", device="cpu").predict("new/asters/sunflower/0002.jpg", top=1)[0]
+    names = {line.split()[0]: line.split()[1] for line in printed.getvalue().splitlines()}
+    assert names == {level: classes[0][0] for level, classes in best.levels.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("page", "line"), of_kind("torchrun"))
@@ -392,7 +414,7 @@ def test_what_the_pages_name_is_there() -> None:
         "git clone ",
         "make ",
         "source ",
-        "eval ",
+        "pip ",
         "python examples/",
         "torchrun ",
         "linnaeus ",
@@ -425,8 +447,7 @@ STRATEGIES = {
 """By the name that the pages give each; the benchmark prints the value."""
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/autobatch.md"])
-def test_the_table_of_strategies_is_what_the_benchmark_printed(page: str) -> None:
+def test_the_table_of_strategies_is_what_the_benchmark_printed() -> None:
     printed = (ROOT / "benchmarks" / "results" / "search_replay.txt").read_text()
     line = r"^(exact|multiple of 8) +(\w+) +([\d.]+)(?: +\S+){6} +([\d.]+) +\S+$"
     figures = {
@@ -439,7 +460,7 @@ def test_the_table_of_strategies_is_what_the_benchmark_printed(page: str) -> Non
         )
         expected[name] = (f"{float(exact):.1f}", f"{float(multiple):.1f}", f"{float(ratio):.2f}")
     row = r"^\| ([a-z, ]+)(?: \(.+\))? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"
-    rows = re.findall(row, (ROOT / page).read_text(), re.MULTILINE)
+    rows = re.findall(row, (ROOT / "docs/finders.md").read_text(), re.MULTILINE)
     assert {name: tuple(found) for name, *found in rows if name in STRATEGIES} == expected
 
 
@@ -448,25 +469,6 @@ def test_the_yaml_of_every_page_loads(tmp_path: Path, capsys: pytest.CaptureFixt
         for number, text in enumerate(
             re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S)
         ):
-            if text.startswith("apiVersion:"):
-                continue  # for Kubernetes
             file = tmp_path / f"{page.stem}{number}.yaml"
             file.write_text(text)
             assert cli(["--cfg", str(file), "--print-config"]) == 0, capsys.readouterr().err
-
-
-def test_the_job_for_kubernetes_starts_torchrun_with_options_that_exist(experiment: None) -> None:
-    from torch.distributed.run import get_args_parser
-
-    page = (ROOT / "docs/ranks.md").read_text()
-    (text,) = re.findall(r"^```yaml\n(apiVersion: .*?)^```", page, re.M | re.S)
-    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    program, *tokens = container["command"]
-    arguments = get_args_parser().parse_args(tokens)
-    assert (program, arguments.training_script) == ("torchrun", "linnaeus.main")
-    assert pod["terminationGracePeriodSeconds"] > 30, "torchrun's grace"
-    assert {mount["name"] for mount in container["volumeMounts"]} == {
-        volume["name"] for volume in pod["volumes"]
-    }
-    assert cli([*arguments.training_script_args, "--print-config"]) == 0

@@ -72,17 +72,31 @@ def auto_find_batch_size(
     repeats: int = SearchSettings.repeats,
     unit: str | None = None,
 ) -> AutoBatchResult:
-    """Find the largest batch size that fits in `target_memory_fraction` of the memory, to within `tolerance`.
+    """Find the maximum batch size within `target_memory_fraction` of the memory, to within `tolerance`.
 
-    Every size is really run, and the size found fits a budget that is read again. Afterwards parameters,
-    buffers, gradients, plain attributes, hooks, modes, optimizers, scalers, global random number generators
-    and the allocator's cap are bit for bit what they were.
+    The search runs every size that it reports. Afterwards parameters, buffers, gradients, plain attributes,
+    hooks, modes, optimizers, scalers, global random number generators and the allocator's cap are
+    bit-identical to before. `docs/search_options.md` explains the arguments that are not listed here.
+
+    >>> model = torch.nn.Linear(8, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> def step(batch):
+    ...     model(batch).sum().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> def make_batch(n):
+    ...     return torch.randn(n, 8)
+    >>> result = auto_find_batch_size(
+    ...     step, make_batch, state=(model, optimizer), max_batch_size=64, group=False
+    ... )
+    >>> result.batch_size, result.limited_by
+    (64, 'max_batch_size')
 
     Args:
         step: runs one full training (or validation) step on a batch.
         make_batch: makes a batch of n samples on the device.
         state: every object with `state_dict` and `load_state_dict` that a step may change: model, optimizer,
-            scaler, average; and the random number generators (`torch.Generator`, `numpy.random.Generator`)
+            scaler, average. Also the random number generators (`torch.Generator`, `numpy.random.Generator`)
             that it draws from. If the optimizer is among them, validation is measured with its state
             allocated.
         mode: `train` or `val`; modules in `state` are put in the matching mode.
@@ -92,20 +106,19 @@ def auto_find_batch_size(
             name of another limit, such as `max_batch_size`, is refused. Bounds may differ between ranks: the
             lowest of each name holds.
         observer: told of each event; by default a `SearchLog`, which logs a line for each trial.
-        group: the ranks that search together; every one of them must call this, with the same arguments. Rank
-            0 of the group searches while the others wait, then all run the size found, and all return the
-            largest that fits on each. So `step` must do without collectives; a DistributedDataParallel
-            wrapper in `state` uses a one-rank group during the search, and a sharded model (`fully_shard`)
-            fake groups of the same size. Then a joint step of all ranks, with the wrapper and its
-            communication hooks, confirms the size. None is the default process group if one is initialised;
-            False searches on this rank alone.
-        phases: functions that prepare what changes during a run: parameters that begin to train, a second
-            model that joins, longer samples. Each is called before its trials, and what it did to `state` is
-            undone after them. The size found holds in all phases. Put what needs most memory first: the
-            search is there, and each later phase runs the size once. Without phases the step is searched as
-            it is; to include that state, put a function that does nothing first.
-        unit: of n in messages, such as "tokens", where `make_batch` counts something else than samples.
-        target_memory_fraction and the others: settings of the search, as `SearchSettings` describes them.
+        group: ranks that search together. Every rank must call this with the same arguments. Rank 0 of the
+            group searches while the others wait. Then all ranks run the size found, and all return the
+            largest size that fits on every rank. `step` must do without collectives. A
+            DistributedDataParallel wrapper in `state` uses a one-rank group during the search, a sharded
+            model (`fully_shard`) fake groups of the same size. Then a joint step of all ranks, with the
+            wrapper and its communication hooks, confirms the size. None is the default process group if one
+            is initialised. False searches on this rank alone.
+        phases: functions that prepare phases of a run: parameters that begin to train, a second model that
+            joins, longer samples. Each is called before its trials, and its changes to `state` are undone
+            after them. The size found holds in all phases. Put the phase that needs most memory first: the
+            search runs there, and each later phase runs the size once. To include the present state as a
+            phase, put a function that does nothing first.
+        unit: of n in messages, such as "tokens", where `make_batch` does not count samples.
 
     Raises:
         AutoBatchError: no size fits, `state` lacks an optimizer that the step uses or has parameters on two

@@ -28,7 +28,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class AutoBatchResult:
-    """The batch size that a search found, and how.
+    """Result of a search: the batch size, the bound that limits it, and every trial.
 
     Attributes:
         mode: `train` or `val`.
@@ -52,7 +52,10 @@ class AutoBatchResult:
         ran_on_every_rank: the sizes that fit on each of several ranks, which have all run them; `trials`
             are those of rank 0.
         total_is_limit: whether `total_bytes` is the limit.
-        tolerance, multiple_of, min_batch_size, max_batch_size: as asked for.
+        tolerance: as asked for, like the next three.
+        multiple_of: as asked for.
+        min_batch_size: as asked for.
+        max_batch_size: as asked for.
         fit: the attempts of `DATA.AUTOBATCH.FIT`, each with its remedy, the size found and the wanted one.
     """
 

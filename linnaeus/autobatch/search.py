@@ -92,9 +92,11 @@ class TrialRecord:
     """One size that was tried.
 
     Attributes:
+        size: samples per rank and forward pass.
         status: `fits` (ran within the budget), `over` (ran, above the budget), `oom` (ran out of memory) or
             `kernel` (a kernel does not take the size).
-        peak_bytes: returned by `measure`; None where it raised `OutOfMemory`.
+        peak_bytes: the most bytes that the process held; None after `oom` and `kernel`.
+        seconds: duration.
     """
 
     size: int

@@ -38,7 +38,7 @@ class ConsistentPath:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says about one image.
+    """Classes of one image, with their probabilities.
 
     Attributes:
         source: the path, or the position of an image that came without one.

@@ -126,7 +126,7 @@ class TrainedRun:
     def stream(
         self, images: ImageLike | Iterable[ImageLike], **options: Any
     ) -> Iterator[Prediction]:
-        """Yield what `predict` returns; of the images about two batches are held at a time."""
+        """Yield the predictions one by one, with about two batches of images in memory."""
         is_batch = isinstance(images, np.ndarray | Tensor) and images.ndim > 3
         if (
             isinstance(images, str | os.PathLike | Image.Image | np.ndarray | Tensor)
@@ -161,9 +161,13 @@ def load_run(
     device: str | torch.device = "auto",
     trust_code: bool = False,
 ) -> TrainedRun:
-    """Read a trained run.
+    """Load a trained run, to predict and export with it.
 
-    A run with a built-in model is data, and no code of its files runs.
+    A run with a built-in model is data: no code of its files runs.
+
+        run = load_run("runs/birds")
+        for prediction in run.predict(["photos/0.jpg", "photos/1.jpg"], top=3):
+            print(prediction.source, prediction.levels["species"][0])
 
     Args:
         path: the run's folder, one of its checkpoints, or a safetensors file that `export` has written.

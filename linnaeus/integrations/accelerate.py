@@ -56,8 +56,9 @@ def find_batch_size(
         dataset: read by index. Where the collate function gives batches of different shapes for its samples,
             a batch of n is made of the n largest: see `docs/accelerate.md`. Fewer samples than n repeat.
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
-        collate_fn, num_workers: the loader's. Workers bound the size by host memory and `/dev/shm`.
-        state: what else a step changes, as for `auto_find_batch_size`.
+        collate_fn: the loader's.
+        num_workers: the loader's. Workers bound the size by host memory and `/dev/shm`.
+        state: other objects that a step changes, as for `auto_find_batch_size`.
         search: further arguments of `auto_find_batch_size`: `min_batch_size`, `max_batch_size` (None is no
             upper bound), `memory_limit_gb`, `multiple_of` and others.
 

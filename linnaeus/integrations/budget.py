@@ -58,7 +58,8 @@ class BudgetResult:
 
     Attributes:
         budget: the largest cost of a batch that ran within the memory.
-        padded, max_samples: as asked for.
+        padded: as asked for.
+        max_samples: as asked for.
         costs: of each sample, for `BudgetBatchSampler`.
         search: with every trial; its `batch_size` is the budget.
     """
@@ -100,11 +101,10 @@ def find_budget(
     """Find the largest cost of a batch, in tokens, pixels or nodes, that fits into the memory.
 
     Each trial runs batches of the dataset's own samples, one after the other: the longest samples that fill
-    the budget, and the most samples that fill it; where padded, also those between that leave less of it
-    free. The largest peak counts. Where a sample of cost c needs
-    a + b c + d c^2 bytes, the bytes per unit of cost are convex in c: for batches of samples about alike, as
-    `BudgetBatchSampler` makes them, an end is the worst. A batch of your own that joins the few longest
-    samples with many of the shortest may need more.
+    the budget, the most samples that fill it, and if padded, fuller batches between. The largest peak counts.
+    If a sample of cost c needs a + b c + d c^2 bytes, the bytes per unit of cost are convex in c. So for
+    batches of similar samples, as `BudgetBatchSampler` makes them, one of the ends is the worst. A batch of
+    your own that joins the few longest samples with many of the shortest may need more.
 
     >>> texts = [torch.ones(length) for length in (9, 3, 5, 4)]
     >>> found = find_budget(lambda batch: batch * 2, texts, torch.cat, device="cpu", group=False)
@@ -351,10 +351,12 @@ class BudgetBatchSampler(Sampler[list[int]]):
     Args:
         costs: of each sample, positive integers.
         budget: of a batch, as of `find_budget`.
-        padded, max_samples: as for `find_budget`.
+        padded: as for `find_budget`.
+        max_samples: as for `find_budget`.
         shuffle: draw other batches, in another order, in each epoch.
         seed: of the shuffling; the same on all ranks.
-        num_replicas, rank: by default of the default process group.
+        num_replicas: number of ranks; by default of the default process group.
+        rank: of this process; by default in the default process group.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of its range, a sample above the budget,

@@ -46,7 +46,7 @@ logger = logging.getLogger("linnaeus.autobatch")
 def longest(
     dataset: Any, n: int, *, length: str | Callable[[Any], int] | Sequence[int] | None = None
 ) -> list[Any]:
-    """The n longest samples of a dataset, the longest first; of equal ones, those that come first in it.
+    """Return the n longest samples of a dataset, the longest first; equal ones in the order of the dataset.
 
     Stored lengths are read instead of the samples: a column `length` or `lengths` (of Hugging Face's
     `datasets`), also through a `Subset`. Else every sample is read, once, and n of them are kept in memory.

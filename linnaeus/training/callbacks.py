@@ -35,29 +35,46 @@ skips that, and ends when it is counted. An epoch ends after its validation and 
 
 
 class MicroBatch(NamedTuple):
-    """The micro-batch of a backward pass, on this rank."""
+    """Micro-batch of a backward pass, on this rank.
 
-    number: int  # from 1
-    total: int  # micro-batches of the optimizer step
+    Attributes:
+        number: counted from 1.
+        total: micro-batches of the optimizer step.
+        num_samples: samples on this rank.
+        divisor: of its loss.
+    """
+
+    number: int
+    total: int
     num_samples: int
-    divisor: float  # of its loss
+    divisor: float
 
 
 @dataclass(frozen=True)
 class CallbackState:
-    """The argument of every callback. Model and optimizer are the run's own, not copies."""
+    """State of a run, as each callback receives it. Model and optimizer are the run's own, not copies.
 
-    model: nn.Module  # without DistributedDataParallel
+    Attributes:
+        model: without its DistributedDataParallel wrapper.
+        optimizer: the run's.
+        epoch: counted from 1.
+        step: optimizer steps done.
+        loss: in `on_step_end`, this rank's mean: a detached scalar on the device.
+        metrics: of the last validation.
+        is_main: whether this is rank 0, which alone should write files.
+        folder: the run directory.
+        micro_batch: in `on_backward`.
+    """
+
+    model: nn.Module
     optimizer: Optimizer
-    epoch: int = 1  # counted from 1
-    step: int = 0  # optimizer steps done
-    loss: Tensor | None = (
-        None  # in `on_step_end`, this rank's mean: a detached scalar on the device
-    )
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last validation
-    is_main: bool = True  # whether this is rank 0, which alone should write files
-    folder: Path = Path()  # of the run
-    micro_batch: MicroBatch | None = None  # in `on_backward`
+    epoch: int = 1
+    step: int = 0
+    loss: Tensor | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    is_main: bool = True
+    folder: Path = Path()
+    micro_batch: MicroBatch | None = None
 
 
 def build_callbacks(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

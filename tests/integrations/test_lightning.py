@@ -535,7 +535,7 @@ def test_a_size_of_the_earlier_run_that_does_not_fit_or_is_not_allowed_is_replac
     assert ("max_batch_size" in caplog.text) == (kind is Plain)
 
 
-# --- what Lightning's own tests of its finder ask for; see the table in docs/lightning.md ---
+# --- what Lightning's own tests of its finder ask for ---
 
 
 def test_all_that_hold_the_size_get_it():

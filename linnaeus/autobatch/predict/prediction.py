@@ -141,7 +141,8 @@ class Prediction:
 
         Args:
             limit_bytes: bytes of the device that may be in use.
-            smallest, largest: the range, both inclusive.
+            smallest: lower end of the range, inclusive.
+            largest: upper end of the range, inclusive.
 
         Raises:
             TypeError, ValueError: the limit is no number of bytes, or the range is empty.

@@ -45,22 +45,25 @@ from linnaeus.integrations.lightning.steps import (
 
 
 class AutoBatch(Callback):  # type: ignore[misc]
-    """Finds the largest batch size that runs within a fraction of the memory, before `fit` trains with it.
+    """Callback that finds the maximum batch size within a fraction of the memory, before training.
 
-    The size is set on the attribute or hyperparameter `batch_arg_name` of the module or the data module.
-    Training is then bit-identical to a run with this size by hand.
+    It sets the attribute or hyperparameter `batch_arg_name` of the module or the data module. Training is
+    bit-identical to a run with this size set by hand.
+
+        Trainer(callbacks=[AutoBatch(target_memory_fraction=0.85, max_batch_size=512)]).fit(model)
 
     Args:
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
-        min_batch_size, max_batch_size: bounds of the size per rank, inclusive; None is no upper bound.
+        min_batch_size: lower bound of the size per rank, inclusive.
+        max_batch_size: upper bound of the size per rank, inclusive; None is no bound.
         batch_arg_name: attribute of the module, the data module or their `hparams` that sizes the loaders.
-        val_batch_arg_name: the attribute for validation, where it has its own. Where validation shares that
-            of training, the size must fit in both.
+        val_batch_arg_name: the attribute for validation, where it has its own. If validation uses the
+            attribute of training, the size fits both.
         val: whether validation is searched too.
         val_options: options that differ in the search of validation, such as {"max_batch_size": 2048}.
-        effective_batch_size: samples per optimizer step over all ranks. `accumulate_grad_batches` is set
-            to what that takes, and the batch size to the largest that fits and divides it.
-        make_batch: makes a batch of n samples on the host, in the place of samples of the loaders.
+        effective_batch_size: samples per optimizer step over all ranks. The callback sets
+            `accumulate_grad_batches`, and the batch size to the largest that fits and divides it.
+        make_batch: makes a batch of n samples on the host, in place of samples of the loaders.
         cost: makes batches of as much cost as fits, few long samples or many short ones: the name of a
             column, a function of a sample, or one number for each sample. `batch_size` is then that cost,
             `max_batch_size` bounds the samples of a batch, and validation keeps its batches.

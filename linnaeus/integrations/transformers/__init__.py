@@ -56,14 +56,14 @@ def autobatch(
 ) -> AnyTrainer:
     """Let a trainer find its batch sizes when `train()` is called: `autobatch(trainer).train()`.
 
-    The search runs the trainer's own steps on the longest samples of its own datasets. Training is then bit
-    for bit that of a trainer with `per_device_train_batch_size` set to the size found. Over several ranks
-    all agree on the size. A run that is resumed runs the size in its checkpoint once and keeps it; if it no
-    longer fits, a warning says so, and a smaller one is searched.
+    The search runs the trainer's own steps on the longest samples of its own datasets. Training is then
+    bit-identical to a trainer with `per_device_train_batch_size` set by hand. All ranks use the same size. A
+    resumed run tries the size in its checkpoint once and keeps it. If it no longer fits, a warning says so,
+    and a smaller one is searched.
 
-    The sizes are written to `trainer.args`, and the results to `trainer.autobatch_results` by their mode,
-    `train` and `val`. The search happens once, in the first `train()`; with `model_init` it happens in each,
-    such as those of `hyperparameter_search`.
+    `trainer.args` then holds the sizes, and `trainer.autobatch_results` the results by mode, `train` and
+    `val`. The first `train()` searches. With `model_init`, each `train()` does, such as in
+    `hyperparameter_search`.
 
     Args:
         trainer: a `Trainer`, of a subclass of your own or of TRL's `SFTTrainer`, `DPOTrainer` or
@@ -78,8 +78,9 @@ def autobatch(
             `min_batch_size`, or 2 for a model with BatchNorm.
         evaluation: find `per_device_eval_batch_size` too; by default where `eval_strategy` evaluates.
         eval_options: further or other arguments of `auto_find_batch_size`, for the search of evaluation.
-        samples, eval_samples: samples to make batches of, such as `longest(dataset, 512)`, in place of those
-            of the datasets for which the collator gives the largest batches; they repeat where they are few.
+        samples: samples to make batches of, such as `longest(dataset, 512)`, in place of the samples of the
+            dataset for which the collator gives the largest batches. Few samples repeat.
+        eval_samples: the same for evaluation.
         options: further arguments of `auto_find_batch_size`: `min_batch_size`, `max_batch_size` (None is no
             upper bound), `memory_limit_gb`, `multiple_of` and others.
 

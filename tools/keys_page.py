@@ -1,23 +1,28 @@
-"""What `mkdocs build` does to the pages under docs/: it fills in the reference of all configuration keys."""
+"""Write the table of all configuration keys, from the schema.
+
+python tools/keys_page.py            # print it
+python tools/keys_page.py --write    # put it into docs/keys.md
+"""
 
 from __future__ import annotations
 
+import argparse
+import pathlib
 import typing
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, Key, Path, dotted, strip_optional
 
-if TYPE_CHECKING:
-    from mkdocs.config.defaults import MkDocsConfig
-    from mkdocs.structure.files import Files
-    from mkdocs.structure.pages import Page
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "keys.md"
 
 _INTRODUCTION = """\
 # Every key
 
-`linnaeus train --print-config` prints all keys as YAML. A default in `${...}` follows another key. The search
-of this site finds keys by name; each row can be linked to: `#DATA.BATCH_SIZE`. Keys that few need are folded.
+<!-- made by tools/keys_page.py --write; do not edit -->
+
+`linnaeus train --print-config` prints all keys as YAML. A default in `${...}` follows another key. Each row
+has a link: `#DATA.BATCH_SIZE`. Keys that few need are folded.
 """
 _FEW_NEED = frozenset(
     {
@@ -59,13 +64,8 @@ _NAMES = {
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the keys into the page about them, which in the repository only says how to see them."""
-    return reference() if page.file.src_uri == "keys.md" else markdown
-
-
 def reference() -> str:
-    """The page of all keys, in Markdown: a table for each group of keys."""
+    """Return the page of all keys, in Markdown: a table for each group of keys."""
     return "\n".join(
         [_INTRODUCTION, *(line for path, doc in NODES.items() for line in _section(path, doc))]
     )
@@ -120,3 +120,12 @@ def _type(hint: Any) -> str:
     if origin is list:
         return f"list of {_type(typing.get_args(hint)[0])}"
     return "mapping" if origin is dict else _NAMES[hint]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Print the table of all keys.")
+    parser.add_argument("--write", action="store_true", help="write it to docs/keys.md instead")
+    if parser.parse_args().write:
+        PAGE.write_text(reference())
+    else:
+        print(reference(), end="")
