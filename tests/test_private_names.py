@@ -43,6 +43,7 @@ ATTRIBUTES = {
     ConfigRepository: "_create_defaults_list _extract_defaults_list",
     argparse._ActionsContainer: "_actions",
     optuna.trial.FrozenTrial: "_trial_id",
+    torch.Tensor: "_values",
 }
 """Attributes of objects, by the class that has them."""
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from linnaeus.cli.parser import CommandParser, Options, read_request
-from linnaeus.config.schema import Config
-from linnaeus.config.values import IMAGE_FILES
+from linnaeus.config.schema import IMAGE_FILES, Config
 from linnaeus.runtime.errors import ConfigError, DataError
 from linnaeus.runtime.words import counted
 

@@ -326,16 +326,17 @@ class DatasetConfig:
     )
 
 
-_FILES = ("imagefolder", "manifest")
+IMAGE_FILES = ("imagefolder", "manifest", "huggingface", "webdataset")
+"""Kinds of datasets that are photographs more often than not."""
 DATASET_KEYS = {
-    "ROOT": (*_FILES, "fashion_mnist"),
-    **dict.fromkeys(("TRAIN", "VAL", "TEST", "FOLD", "NUM_FOLDS"), _FILES),
-    "VAL_FRACTION": (*_FILES, "digits"),
-    **dict.fromkeys(("FOLDER_NAMES", "ALLOW_COARSE"), ("imagefolder",)),
+    "ROOT": (*IMAGE_FILES, "fashion_mnist"),
+    **dict.fromkeys(("TRAIN", "VAL", "TEST", "FOLD", "NUM_FOLDS"), IMAGE_FILES),
+    "VAL_FRACTION": (*IMAGE_FILES, "digits"),
+    "ALLOW_COARSE": ("imagefolder",),
     **dict.fromkeys(
-        ("SPLIT_COLUMN", "GROUP_COLUMN", "IMAGE_COLUMN", "LABEL_SEPARATOR"), ("manifest",)
+        ("SPLIT_COLUMN", "GROUP_COLUMN", "IMAGE_COLUMN", "LABEL_SEPARATOR"), IMAGE_FILES[1:]
     ),
-    "CHANNELS": (*_FILES, "synthetic"),
+    "CHANNELS": (*IMAGE_FILES, "synthetic"),
     **dict.fromkeys(("NUM_CLASSES", "NUM_SAMPLES", "NUM_SAMPLES_VAL", "NOISE"), ("synthetic",)),
     "UNKNOWN_FRACTION": ("digits", "fashion_mnist", "synthetic"),
 }
@@ -349,7 +350,7 @@ class AugmentConfig:
     CROP_SCALE: list[float] | None = key(
         None,
         "area of a random crop as a fraction of the image's, [low, high]; [1, 1] is a centre crop; null is "
-        "[0.35, 1] for `imagefolder` and `manifest`, else [0.8, 1]",
+        "[0.35, 1] for image files, else [0.8, 1]",
         gt=0,
         le=1,
         check=_crop_scale,
@@ -362,7 +363,7 @@ class AugmentConfig:
     )
     HFLIP: float | None = key(
         None,
-        "probability of a horizontal flip; null is 0.5 for `imagefolder` and `manifest`, else 0",
+        "probability of a horizontal flip; null is 0.5 for image files, else 0",
         ge=0,
         le=1,
     )

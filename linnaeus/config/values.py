@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from linnaeus.config.keys import KEYS, TARGET, Key, strip_optional
+from linnaeus.config.schema import IMAGE_FILES
 
 MISSING = "???"
 """OmegaConf's mark for a value that another source must give."""
@@ -31,8 +32,6 @@ WANTED: Mapping[Any, str] = {
     dict: "a mapping such as {name: value}",
 }
 """What a key of each type takes."""
-IMAGE_FILES = ("imagefolder", "manifest", "huggingface", "webdataset")
-"""Kinds of datasets that are photographs more often than not."""
 _OF_DATA: Mapping[str, Any] = {
     "CROP_SCALE": ([0.35, 1.0], [0.8, 1.0]),
     "HFLIP": (0.5, 0.0),

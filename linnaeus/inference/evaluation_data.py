@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from linnaeus.config.schema import DataConfig
-from linnaeus.config.values import IMAGE_FILES
+from linnaeus.config.schema import IMAGE_FILES, DataConfig
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length
 from linnaeus.data.datasets import TABLES, build_data
 from linnaeus.data.image_files import (
