@@ -27,7 +27,7 @@ TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
 
 ATTRIBUTES = {
     torch.UntypedStorage: "_cdata",
-    torch.Tensor: "_backward_hooks _indices _is_view _use_count",
+    torch.Tensor: "_backward_hooks _indices _is_view _use_count _values",
     torch.ops.aten: "_log_softmax _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_flash_attention _softmax",
     torch.ops.aten.add.Tensor: "_schema",
@@ -43,7 +43,6 @@ ATTRIBUTES = {
     ConfigRepository: "_create_defaults_list _extract_defaults_list",
     argparse._ActionsContainer: "_actions",
     optuna.trial.FrozenTrial: "_trial_id",
-    torch.Tensor: "_values",
 }
 """Attributes of objects, by the class that has them."""
 
