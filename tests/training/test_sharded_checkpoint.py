@@ -409,7 +409,7 @@ def test_a_run_that_crashed_goes_on_from_its_last_checkpoint_bit_for_bit(
     options = (*OWN, "MODEL.norm=BatchNorm1d", "TRAIN.CHECKPOINT_EVERY_STEPS=2", "MODEL.drop=0.3")
     for words in (
         (f"{NAME}whole",),
-        (f"{NAME}parts", "DATA.DATASET.crash_in=train", "DATA.DATASET.after=90"),
+        (f"{NAME}parts", "DATA.DATASET.crash_in=train", "DATA.DATASET.after=98"),
         (f"{NAME}parts",),
     ):
         outcome = torchrun(2, *options, *words)
