@@ -1,4 +1,4 @@
-"""`linnaeus average`: the last checkpoints of a run as one."""
+"""`linnaeus average`: average the last checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AverageOptions(RunOptions):
 
     checkpoint: str | None = field(default=None)  # no option: `last` says which
     last: int = option(
-        "checkpoints to average, the newest ones; 1 takes the statistics of BatchNorm anew; default 5",
+        "number of newest checkpoints to average; 1 only measures BatchNorm statistics again; default 5",
         "N",
         read_count,
         5,
@@ -27,10 +27,10 @@ class AverageOptions(RunOptions):
 
 
 def read(argv: Sequence[str]) -> tuple[AverageOptions, Config]:
-    """Read the tokens after `average`: the arguments of `run`.
+    """Parse the tokens after `average` and return the arguments of `run`.
 
     Raises:
-        ConfigError: lists everything that is wrong.
+        ConfigError: lists all problems.
     """
     from linnaeus.config.instantiate import check_targets, targets
     from linnaeus.config.load import load_config, read_run_config
@@ -53,10 +53,10 @@ def read(argv: Sequence[str]) -> tuple[AverageOptions, Config]:
 
 
 def run(options: AverageOptions, config: Config) -> int:
-    """Average the checkpoints and say which; returns the exit code: 0.
+    """Average the checkpoints and print their names. Return the exit code, 0.
 
     Raises:
-        LinnaeusError: something that the user can mend; the message says how.
+        LinnaeusError: an error that the user can fix; the message says how.
     """
     from linnaeus.inference.average import average_checkpoints
     from linnaeus.runtime.distributed import World, resolve_device
@@ -76,9 +76,9 @@ PARSER = CommandParser(
     AverageOptions,
     words="RUN [options]",
     description="""\
-Averages the weights of a run's last checkpoints, which often predicts better than each of them, and writes
-RUN/checkpoints/average.pt. TRAIN.KEEP_CHECKPOINTS keeps the checkpoints during training. The statistics of
-BatchNorm are measured anew, in one epoch of the training data.
+Averages the weights of a run's last checkpoints, which often predicts better than any one of them, and writes
+RUN/checkpoints/average.pt. TRAIN.KEEP_CHECKPOINTS keeps the checkpoints during training. BatchNorm statistics
+are measured again, in one epoch of the training data.
 """,
     details="""\
 examples:

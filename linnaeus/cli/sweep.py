@@ -1,4 +1,4 @@
-"""`linnaeus sweep`: writes the folder of a sweep, starts workers and shows the table."""
+"""`linnaeus sweep`: write the folder of a sweep, start workers and show the table."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ exit codes: 0 all runs ended well, 1 some did not, 2 configuration or option, 13
 JOBS_OF_A_SEARCH = 4
 """Workers of a search on SLURM by default: the more at once, the less each can learn from the others."""
 LOOK_S, LOOK_AT_QUEUE_S = 1.0, 10.0
-"""Pauses between two looks at the runs: of workers here, and of jobs."""
+"""Seconds between two polls of the runs: of local workers, and of SLURM jobs."""
 METRIC = re.compile(r"loss|consistent|(top1|top5|macro|map|f1)/.+")
 """Names of validation metrics."""
 UNFINISHED = ("running", "interrupted", "not run")
@@ -94,7 +94,7 @@ def _read_metric(text: str) -> str:
 
 @dataclass
 class SweepOptions(Options):
-    """The options of these names; None for one that is not given."""
+    """Options of `linnaeus sweep`; None where not given."""
 
     metric: str | None = option(
         "validation metric that is compared; default: top-1 of the finest level, or the loss",
@@ -177,7 +177,7 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
 def _plans(
     combinations: Sequence[Combination], problems: list[str], *, references: bool
 ) -> list[Plan]:
-    """The runs of combinations; what is wrong with some only names one of them."""
+    """Return the runs of combinations. A problem of only some combinations names one of them."""
     from linnaeus.sweep.folder import plan_run
 
     plans: list[Plan] = []
@@ -272,7 +272,7 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
     return 0 if table.rows and is_well else EXIT_SOME_FAILED
 
 
-# What is seen.
+# Table and files.
 
 
 def _study(sweep: Sweep) -> Study | None:
@@ -285,7 +285,7 @@ def _study(sweep: Sweep) -> Study | None:
 
 
 def _runs(sweep: Sweep, study: Study | None) -> list[SweepRun]:
-    """The runs of a sweep: all of a grid, those of a search that were asked for."""
+    """Return the runs of a sweep: all of a grid, or the trials so far of a search."""
     found = sweep.grid() if study is None else [run for _, run in study.runs()]
     return [*{run.folder: run for run in found}.values()]
 
@@ -309,7 +309,7 @@ def _show(table: Comparison, console: Console) -> None:
 
 
 def _missing_metric(table: Comparison) -> str | None:
-    """A sentence where runs have metrics, and none has the wanted one."""
+    """Return a sentence if runs have metrics, but none has the wanted one."""
     problem = table.unknown_metric if table.metrics else None
     return problem and f"--metric: {problem}"
 
@@ -343,13 +343,13 @@ def _watch(
     received: Sequence[int],
     pause_s: float,
 ) -> None:
-    """Print a line for each run that begins or ends, as long as workers work.
+    """Print a line for each run that begins or ends, until all workers are done.
 
     Args:
-        goes_on: whether a worker that was started here works. Those that others have started are waited for
-            as long as they train.
-        received: the signals so far, which end the waiting for others.
-        pause_s: seconds between two looks.
+        goes_on: returns whether a worker started here is alive. Workers started elsewhere are waited for
+            while they train.
+        received: signals so far; the first one ends the wait for workers started elsewhere.
+        pause_s: seconds between two polls.
     """
     from linnaeus.runtime.run_folder import read_state
 
@@ -401,7 +401,7 @@ class Share:
 
 
 def divide(num_jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Share]:
-    """Equal shares of a machine; what cannot be divided equally is left over, and no share is empty.
+    """Divide a machine into equal shares. A remainder stays unused, and no share is empty.
 
     With fewer GPUs or cores than jobs, several jobs have the same one.
 

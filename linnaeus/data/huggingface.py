@@ -1,6 +1,6 @@
-"""Datasets of Hugging Face: a folder of `save_to_disk`, Parquet files, or a name on the hub.
+"""Hugging Face datasets: a `save_to_disk` folder, Parquet files, or a name on the Hub.
 
-`datasets` downloads and converts them to Arrow files. The images are then read from these files by offset.
+`datasets` downloads them and converts them to Arrow files. Images are read from these files by offset.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from linnaeus.runtime.errors import ConfigError, DataError, first_line
 from linnaeus.runtime.words import several
 
 _TEXTS = re.compile("(large_)?string|u?int|bool")
-"""Types of columns that may have labels."""
+"""Data types of columns that may hold labels."""
 
 
 def find_huggingface(dataset: DatasetConfig, notes: list[str]) -> dict[str, Callable[[], Table]]:
-    """Each split of a dataset, and how to read it.
+    """Map each split of a dataset to a function that reads it.
 
     Raises:
         ConfigError: the dataset cannot be loaded, or has no such split.
@@ -72,7 +72,7 @@ def _load(root: str | None) -> dict[str, Any]:
             data = load_dataset("parquet", data_files=str(path))
         else:
             data = load_dataset(str(path) if path.is_dir() else name, subset or None)
-    except Exception as error:  # of many libraries
+    except Exception as error:  # from any of the libraries that `datasets` uses
         raise ConfigError(f"DATA.DATASET.ROOT: cannot load {root}: {first_line(error)}") from error
     return {"train": data} if isinstance(data, Dataset) else dict(data)
 
@@ -116,7 +116,7 @@ def _read(data: Any, name: str, dataset: DatasetConfig, notes: list[str]) -> Tab
 
 
 def _paths(file: str, root: Path, column: str) -> Iterator[str]:
-    """The path of each image in an Arrow file; "" where a row has none."""
+    """Yield the path of each image in an Arrow file; "" for a row without one."""
     import pyarrow as pa
 
     whole = pa.memory_map(file).read_buffer()

@@ -59,7 +59,7 @@ def num_cores() -> int:
 
 class _Loader(DataLoader[Any]):
     def check_worker_number_rationality(self) -> None:
-        """Say nothing, where torch warns at length for each split: `build_loaders` says it in a line."""
+        """Suppress torch's warning: `build_val_loader` logs a shorter one."""
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class SeededBatches(Dataset[Any]):
     def __getitems__(self, keys: list[SampleKey]) -> Batch | DataError:
         """The batch of these samples; torch's loader calls this with all keys of a batch at once.
 
-        A worker returns a `DataError`, as one that it raised would arrive as the text of a traceback.
+        A worker returns a `DataError`, because a raised one would arrive as the text of a traceback.
         """
         if get_worker_info() is None:
             return self.read(keys)

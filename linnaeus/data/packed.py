@@ -1,6 +1,6 @@
-"""Images inside larger files, such as Arrow files: the path `FILE:NAME@OFFSET+SIZE` names the bytes of one.
+"""Images inside larger files, such as Arrow files: the path `FILE:NAME@OFFSET+SIZE` locates the bytes of one.
 
-Any process reads such a path, in any order, without an index and without mapping the file into memory.
+Any process can read such paths in any order, without an index or a memory map of the file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PACKED = re.compile(r"(.+):[^:/]*@(\d+)\+(\d+)", re.DOTALL)
 
 
 def packed_path(file: str, name: object, offset: int, size: int) -> str:
-    """The path of an image in a file.
+    """Return the path of an image inside a file.
 
     >>> container(packed_path("birds.tar", "a/1.jpg", 512, 2041))
     'birds.tar'
@@ -23,13 +23,13 @@ def packed_path(file: str, name: object, offset: int, size: int) -> str:
 
 
 def container(path: str) -> str:
-    """The file that holds an image: `path` itself where the image is a file of its own."""
+    """Return the file that holds an image: `path` itself if the image is not packed."""
     found = _PACKED.fullmatch(path) if "@" in path else None
     return path if found is None else found[1]
 
 
 def unpacked(path: str | Path) -> BytesIO | None:
-    """The bytes of an image in a larger file; None where the image is a file of its own."""
+    """Return the bytes of a packed image; None if the image is not packed."""
     found = _PACKED.fullmatch(str(path)) if "@" in str(path) else None
     if found is None:
         return None
@@ -38,5 +38,5 @@ def unpacked(path: str | Path) -> BytesIO | None:
 
 
 def opened(path: str | Path) -> BytesIO | BufferedReader:
-    """An image, open for reading."""
+    """Open an image, packed or not, for reading."""
     return unpacked(path) or Path(path).open("rb")

@@ -1,6 +1,6 @@
 """WebDataset: tar files that hold the image and the labels of each sample, such as `7.jpg` and `7.cls`.
 
-Each tar file is read through once for the offsets of its images, so samples are read in any order.
+Each tar file is scanned once for the offsets of its images, so samples can be read in any order.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from linnaeus.runtime.words import counted
 
 
 def find_webdataset(dataset: DatasetConfig, notes: list[str]) -> dict[str, Callable[[], Table]]:
-    """Each split of a folder of tar files, and how to read it.
+    """Map each split of a folder of tar files to a function that reads it.
 
-    A folder or the beginning of file names says the split, unless TRAIN, VAL or TEST is a pattern of files.
+    A subfolder or a file name prefix names the split, unless TRAIN, VAL or TEST is a file pattern.
 
     Raises:
         ConfigError: there is no such file.
@@ -87,7 +87,7 @@ def _samples(file: Path, root: Path, image: str | None) -> list[dict[str, Any]]:
             for member in tar:
                 folder, _, name = member.name.rpartition("/")
                 stem, _, ending = name.partition(".")
-                tar.members = []  # type: ignore[attr-defined]  # which it would keep
+                tar.members = []  # type: ignore[attr-defined]  # otherwise it keeps every header
                 if not member.isfile() or not stem:
                     continue
                 sample = samples[f"{folder}/{stem}"]

@@ -1,4 +1,4 @@
-"""The last checkpoints of a run, averaged to one, with BatchNorm's statistics taken anew."""
+"""Average of a run's last checkpoints, with BatchNorm statistics measured again."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def average_checkpoints(
 ) -> tuple[Path, list[Path]]:
     """Average the weights of a run's last checkpoints equally, and write `average.pt` beside them.
 
-    Of a run with TRAIN.EMA its averages are averaged. BatchNorm's statistics become the means over one epoch
-    of the training data, in batches of DATA.BATCH_SIZE. All other entries are the newest checkpoint's.
+    With TRAIN.EMA, the EMA weights are averaged. BatchNorm statistics become the means over one epoch of the
+    training data, in batches of DATA.BATCH_SIZE. All other entries are copied from the newest checkpoint.
 
     Args:
-        run: the run's folder.
-        number: of checkpoints.
-        config: of the run.
-        world: of one rank.
+        run: the run directory.
+        number: number of checkpoints.
+        config: configuration of the run.
+        world: a world of one rank.
         trust_code: as for `load_run`.
 
     Returns:
-        The file, and the files that were averaged, the newest one last.
+        The file written, and the files averaged, the newest last.
 
     Raises:
         LinnaeusError: the run has fewer checkpoints, or one of them or the data cannot be read.
     """
     last = find_checkpoint_file(run, "last")
-    kept = sorted(last.parent.glob("step_*.pt"))  # the numbers have as many digits
+    kept = sorted(last.parent.glob("step_*.pt"))  # zero-padded: sorts by step
     files = [last] if number == 1 else kept[-number:]
     if len(files) < number:
         raise ConfigError(
@@ -84,7 +84,7 @@ def average_checkpoints(
 
 
 def _training_inputs(config: Config, world: World) -> Iterator[Any]:
-    """The inputs of one epoch, on the device, in whole batches: a single sample has no statistics."""
+    """Yield the inputs of one epoch on the device, in whole batches: a single sample has no variance."""
     seed = config.EXPERIMENT.SEED
     data = build_data(config.DATA, seed=seed)
     num_samples = dataset_length(data.train)

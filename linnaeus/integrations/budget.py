@@ -1,4 +1,4 @@
-"""A budget for each batch in tokens, pixels or nodes: found by a search, and kept by a batch sampler."""
+"""Batches within a budget of tokens, pixels or nodes: the search, and the batch sampler."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from linnaeus.integrations.samples import (
 )
 
 POOL = 64
-"""Batches of each rank that one pool of shuffled samples makes. Samples are sorted by cost within a pool."""
+"""Batches per rank in a pool of shuffled samples. Samples are sorted by cost within a pool."""
 SPARE = 0.01
-"""Batches of an epoch beyond those of the first one, so that each epoch has as many."""
+"""Fraction of batches added to the first epoch's, so that every epoch has the same number."""
 
 _LOADING = (
     "num_workers",
@@ -165,7 +165,7 @@ def costs_of(dataset: Any, cost: Cost | None = None) -> Tensor:
 
 
 def ends_of_loader(loader: Any, cost: Cost, max_samples: int | None = None) -> Ends:
-    """The batches of a loader's dataset that need most memory.
+    """Return the batches of a loader's dataset that need the most memory.
 
     Raises:
         AutoBatchError: the dataset is not read by index.
@@ -243,7 +243,7 @@ class Ends:
         dataset, collate, max_samples: as for `find_budget`.
         costs: of each sample.
         unit: of the costs, for the log.
-        padded: as for `find_budget`; None if that is to be seen from `collate`.
+        padded: as for `find_budget`; None to detect it from `collate`.
 
     Attributes:
         costs, unit, padded, max_samples: of the batches.
@@ -287,7 +287,7 @@ class Ends:
         return self._collate([copied(self._dataset[index]) for index in indices])
 
     def indices(self, budget: int) -> list[list[int]]:
-        """The batches of the longest and of the most samples; where padded, fuller ones too."""
+        """Return the batches of the longest and of the most samples; if padded, fuller ones too."""
         ends = self._padded_ends(budget) if self.padded else self._summed_ends(budget)
         distinct = dict.fromkeys(tuple(sorted(positions)) for positions in ends)
         return [self._order[list(positions)].tolist() for positions in distinct]

@@ -1,4 +1,4 @@
-"""Reproducible numbers: seeds of generators and of single samples, and the kernels that torch may use."""
+"""Reproducibility: seeds of generators and samples, and the kernels that torch may use."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def seed_generators(seed: int) -> None:
 class LentGenerators:
     """Context that reads samples: the global generators are in a fixed state, and are restored at its end.
 
-    One thing is lost: the second of two normal numbers that NumPy draws at a time. In exchange NumPy's
-    generator is swapped, which is cheap, and not copied. Contexts must not be nested.
+    NumPy's generator is swapped, which is cheaper than a copy. This loses the second of two normal numbers
+    that NumPy draws at a time. Contexts must not be nested.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class LentGenerators:
             numpy().random.set_bit_generator(self._bits_before)
 
     def are_untouched(self) -> bool:
-        """Return whether no number was drawn since the context began. Once it is False, it says no more."""
+        """Return whether no number was drawn since the context began. Valid only until it returns False."""
         return (
             random.random() == self._first_number
             and torch.equal(torch.get_rng_state(), self._torch)
@@ -72,8 +72,8 @@ class LentGenerators:
 def deterministic(enabled: bool) -> Iterator[None]:
     """Context in which torch uses deterministic kernels only, if enabled. Enter it before CUDA is used.
 
-    Otherwise the setting stays that of the caller, and it is put back at the end. cuBLAS reads the size of
-    its workspace from the environment when it starts; a value that is there is kept.
+    The caller's setting is restored at the end. cuBLAS reads its workspace size from the environment when it
+    starts; an existing value is kept.
     """
     before = torch.get_deterministic_debug_mode()
     if enabled:
@@ -97,7 +97,7 @@ class DeviceSettings(Protocol):
 def kernels(config: DeviceSettings, device: torch.device) -> Iterator[None]:
     """Context in which an accelerator uses the kernels of the configuration.
 
-    The CPU keeps the caller's: there torch's setting may change results too.
+    The CPU keeps the caller's settings, because they may change its results too.
     """
     if device.type == "cpu":
         yield

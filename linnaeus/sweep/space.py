@@ -93,7 +93,7 @@ class Axis:
 
 @dataclass
 class Space:
-    """What a sweep runs through, or a search may try.
+    """The combinations of a sweep, or the points that a search may try.
 
     Attributes:
         line: the whole command line, with intervals and lists as typed.
@@ -119,7 +119,7 @@ class Space:
             yield self.combination(dict(zip(keys, texts, strict=True)))
 
     def corners(self) -> Iterator[Combination]:
-        """Points with each end and each choice: what is wrong with a key alone shows in one of them."""
+        """Yield points that cover each end and each choice, so that each invalid value is in one of them."""
         count = max((len(axis.ends()) for axis in self.axes), default=0)
         for number in range(count):
             yield self.combination(

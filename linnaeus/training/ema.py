@@ -18,9 +18,9 @@ class Ema:
     Args:
         model: without DistributedDataParallel; it is copied.
         decay: decay per optimizer step, reached after a warm-up so that short runs benefit too.
-        copy: a copy of the model, where it is sharded and so cannot be copied.
-        equal_from: the epoch, from 1, from which on all steps are averaged equally, in place of `decay`.
-            Before it, the average is a copy.
+        copy: a copy of the model, for a sharded model, which cannot be copied here.
+        equal_from: the first epoch, counted from 1, whose steps are averaged equally instead of with `decay`.
+            Before it, the average equals the model.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Ema:
 def _average_of(model: nn.Module, decay: float, copy: nn.Module | None) -> ModelEmaV3:
     if copy is None and not next(model.parameters()).is_meta:
         return ModelEmaV3(model, decay=decay, use_warmup=True)
-    # timm copies the model, and makes a random number generator on its device; there is none on `meta`.
-    # Buffers of a sharded model are not DTensors, so not all values are of one kind.
+    # timm copies the model and creates a random number generator on its device; `meta` has none.
+    # Buffers of a sharded model are plain tensors, which `foreach` cannot mix with DTensors.
     average = ModelEmaV3(
         nn.Linear(1, 1, device="cpu"), decay=decay, use_warmup=True, foreach=copy is None
     )
