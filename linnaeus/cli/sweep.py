@@ -79,7 +79,7 @@ METRIC = re.compile(r"loss|consistent|(top1|top5|macro|map|f1)/.+")
 UNFINISHED = ("running", "interrupted", "not run")
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 Thing = TypeVar("Thing")
-Watch = Callable[[Callable[[], bool], Sequence[int], float], None]
+Watch = Callable[[Callable[[], bool], list[int], float], None]
 logger = logging.getLogger("linnaeus.sweep")
 
 
@@ -250,7 +250,17 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
         sweep.write()
         sweep.repeat_failed()
         study = _study(sweep)
-        watch = partial(_watch, sweep, study)
+        is_known = options.metric is None
+
+        def lacks_metric() -> bool:
+            nonlocal is_known
+            if is_known:
+                return False
+            table = _comparison(options, sweep, study)
+            is_known = bool(table.metrics)
+            return _missing_metric(table) is not None
+
+        watch = partial(_watch, sweep, study, lacks_metric)
         received: list[int] = []  # signals, of which this process only takes note
         with handled((signal.SIGINT, signal.SIGTERM), lambda number, _: received.append(number)):
             if is_on_slurm:
@@ -264,10 +274,10 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
             logger.info("best: %s", found)
     finally:
         close_logging()
-    if received:
-        return EXIT_INTERRUPTED
     if problem := _missing_metric(table):
         raise ConfigError(problem)
+    if received:
+        return EXIT_INTERRUPTED
     is_well = {row.state.status for row in table.rows} <= {"finished", "pruned"}
     return 0 if table.rows and is_well else EXIT_SOME_FAILED
 
@@ -339,13 +349,16 @@ def _report(table: Comparison, sweep: Sweep, console: Console) -> None:
 def _watch(
     sweep: Sweep,
     study: Study | None,
+    lacks_metric: Callable[[], bool],
     goes_on: Callable[[], bool],
-    received: Sequence[int],
+    received: list[int],
     pause_s: float,
 ) -> None:
     """Print a line for each run that begins or ends, until all workers are done.
 
     Args:
+        lacks_metric: returns whether a run was validated without the metric that is compared. The workers
+            started here then end as after Ctrl-C.
         goes_on: returns whether a worker started here is alive. Workers started elsewhere are waited for
             while they train.
         received: signals so far; the first one ends the wait for workers started elsewhere.
@@ -364,6 +377,8 @@ def _watch(
             known[run.folder] = state.status
         if is_over and (received or "running" not in known.values()):
             return
+        if not received and lacks_metric():
+            received.append(signal.SIGINT)
         time.sleep(pause_s)
 
 
@@ -474,7 +489,7 @@ def _start_workers(sweep: Sweep, shares: Sequence[Share]) -> list[subprocess.Pop
 
 
 def _watch_workers(
-    watch: Watch, sweep: Sweep, shares: Sequence[Share], received: Sequence[int]
+    watch: Watch, sweep: Sweep, shares: Sequence[Share], received: list[int]
 ) -> None:
     """Start workers here, watch them, and pass signals on to them."""
     workers, num_passed_on = _start_workers(sweep, shares), 0
@@ -510,7 +525,7 @@ def _script(options: SweepOptions, sweep: Sweep) -> str:
     return workers_script(sweep.folder, options.launch, num_runs)
 
 
-def _watch_jobs(watch: Watch, options: SweepOptions, sweep: Sweep, received: Sequence[int]) -> None:
+def _watch_jobs(watch: Watch, options: SweepOptions, sweep: Sweep, received: list[int]) -> None:
     """Submit an array of workers and watch it.
 
     Raises:

@@ -277,6 +277,14 @@ def _is_of(process, folder):
 
 
 @pytest.mark.e2e
+def test_a_metric_that_no_run_has_ends_a_sweep_at_the_first_validation(run_in_child, tmp_path):
+    os.mkfifo(tmp_path / GATE)  # the first run waits in its second epoch for a signal
+    outcome = run_in_child("sweep", *GATED, "EXPERIMENT.SEED=1,2", "--metric", "top1/kin")
+    assert (outcome.code, "'top1/kin'" in outcome.err) == (2, True)
+    assert not (tmp_path / "runs/tiny/EXPERIMENT.SEED=2").exists()
+
+
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", ["renamed", "deleted"])
 def test_a_run_whose_folder_is_renamed_or_deleted_ends_with_an_error(tmp_path, how):
     """A second start of the same name at that moment has the folder for itself."""
@@ -320,6 +328,6 @@ def test_each_run_that_has_begun_or_ended_is_told(tmp_path, monkeypatch, caplog)
     sweep = planned_sweep(*TINY, "EXPERIMENT.SEED=1,2,3")
     write_run(sweep.folder / "EXPERIMENT.SEED=1")
     mine = Claim(sweep.folder / "EXPERIMENT.SEED=2")
-    _watch(sweep, None, lambda: False, [signal.SIGINT], 0)
+    _watch(sweep, None, lambda: False, lambda: False, [signal.SIGINT], 0)
     mine.release()
     assert caplog.messages == ["EXPERIMENT.SEED=1: finished", "EXPERIMENT.SEED=2: running"]

@@ -42,9 +42,9 @@ class RateTest:
 
     @property
     def suggestion(self) -> float | None:
-        """A tenth of the rate with the lowest smoothed loss; None where the loss never fell."""
+        """A tenth of the learning rate with the lowest smoothed loss, if the loss fell and rose again."""
         row = min(self.rows, key=lambda row: row["smoothed"])
-        return None if row is self.rows[0] else row[KEY] / 10
+        return None if row in (self.rows[0], self.rows[-1]) else row[KEY] / 10
 
     def save(self, path: Path) -> None:
         """Write the results; the ending is the format."""
@@ -60,7 +60,7 @@ class RateTest:
         """Print every fifth step, and the suggestion."""
         lines = [[f"{value:.3g}" for value in row.values()] for row in self.rows[::5]]
         console.print(table("Loss while the learning rate rises", [*self.rows[0]], lines))
-        text = "no suggestion: the loss never fell"
+        text = "no suggestion: the loss did not fall and rise again"
         if (value := self.suggestion) is not None:
             text = (
                 f"{KEY}={value:.2g}, a tenth of that with the lowest smoothed loss, is a suggestion"
