@@ -296,7 +296,9 @@ def _output(session: Session, data: EvaluationData, about_data: dict[str, Any]) 
         is_own = session.is_own_dataset and data.bundle.preprocessing == trained.spec.preprocessing
         if not is_own:
             number = crc32(json.dumps(about_data, sort_keys=True, default=str).encode())
-            name += f"_{Path(data.source).name[-100:]}_{number:08x}"
+            source = Path(data.source)
+            title = source.stem if source.is_file() else source.name
+            name += f"_{title[-100:]}_{number:08x}"
         path = (trained.folder or trained.checkpoint.parent) / "evaluations" / name
     for file in (path, options.samples):
         if file is not None:
