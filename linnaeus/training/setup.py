@@ -190,6 +190,7 @@ def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> 
         preprocessing = None if data.preprocessing is None else note
         sharding = sharding_sentence(assembly.model, config.DIST, world)
         uneven = uneven_classes(data, assembly.headline) if train.BEST_METRIC is None else None
+        compiling = "TRAIN.COMPILE: the first steps take minutes" if train.COMPILE else None
         sentences = (
             weights,
             assembly.teacher,
@@ -197,6 +198,7 @@ def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> 
             assembly.freezing.sentence,
             sharding,
             uneven,
+            compiling,
         )
         report_start(config, (*data.report, *sentences))
     loading = with_num_workers(config.DATA, data, world)
