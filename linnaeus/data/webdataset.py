@@ -100,7 +100,7 @@ def _samples(file: Path, root: Path, image: str | None, endings: set[str]) -> li
                     ending = ""
                 if (part := f"{key}.{ending}") in seen:
                     raise DataError(
-                        f"{file}: {member.name}: sample {stem!r} has two; give each sample its own key, "
+                        f"{file}: {member.name}: {stem!r} has one already; give each sample its own key, "
                         "or name the images' ending in DATA.DATASET.IMAGE_COLUMN"
                     )
                 seen.add(part)
