@@ -27,6 +27,8 @@ from linnaeus.runtime.words import several
 
 _TEXTS = re.compile("(large_)?string|u?int|bool")
 """Data types of columns that may hold labels."""
+_is_path = re.compile(r"[./~].*|.*/.*/.*|.*\.(parquet|arrow|csv|json)").fullmatch
+"""Whether a text is no name on the Hub."""
 
 
 def find_huggingface(dataset: DatasetConfig, notes: list[str]) -> dict[str, Callable[[], Table]]:
@@ -65,7 +67,14 @@ def _load(root: str | None) -> dict[str, Any]:
     path = Path(root).expanduser()
     is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
     name, _, subset = root.partition(":")
+    absent = (
+        ""
+        if path.exists() or Path(name).exists()
+        else "there is no such folder or file here; the hub: "
+    )
     try:
+        if absent and _is_path(name):
+            raise ValueError("not asked for a path")
         if is_saved:
             data = load_from_disk(str(path))
         elif path.is_file():
@@ -73,7 +82,9 @@ def _load(root: str | None) -> dict[str, Any]:
         else:
             data = load_dataset(str(path) if path.is_dir() else name, subset or None)
     except Exception as error:  # from any of the libraries that `datasets` uses
-        raise ConfigError(f"DATA.DATASET.ROOT: cannot load {root}: {first_line(error)}") from error
+        raise ConfigError(
+            f"DATA.DATASET.ROOT: cannot load {root}: {absent}{first_line(error)}"
+        ) from error
     return {"train": data} if isinstance(data, Dataset) else dict(data)
 
 
@@ -106,18 +117,17 @@ def _read(data: Any, name: str, dataset: DatasetConfig, notes: list[str]) -> Tab
     files = [each["filename"] for each in data.cache_files]
     root = Path(files[0] if files else "").parent
     paths = encoded(chain.from_iterable(_paths(file, root, column) for file in files))
-    if len(paths) != len(data) or b"" in paths:
-        raise DataError(
-            f"{path}: rows without an image, or not on disk; save it with `save_to_disk`"
-        )
-    note = f"{dataset.ROOT}: images from the column {column!r}, labels from {several([*map(repr, labels)])}"
+    if len(paths) != len(data):
+        raise DataError(f"{path}: not on disk; save it with `save_to_disk`")
+    note = f"{dataset.ROOT}: images from the column {column!r}"
     notes += [] if note in notes else [note]
     return Table(path, column, paths, pd.DataFrame(cells), dataset, root=root)
 
 
 def _paths(file: str, root: Path, column: str) -> Iterator[str]:
-    """Yield the path of each image in an Arrow file; "" for a row without one."""
+    """Yield the path of each image in an Arrow file; a row without one has no bytes."""
     import pyarrow as pa
+    from pyarrow.compute import if_else
 
     whole = pa.memory_map(file).read_buffer()
     numbers = count()
@@ -125,13 +135,14 @@ def _paths(file: str, root: Path, column: str) -> Iterator[str]:
         images = batch.to_struct_array()
         for name in column.split("."):
             images = images.field(name)
-        paths = [None] * len(images)
+        paths = [""] * len(images)
         if pa.types.is_struct(images.type):
-            paths, images = images.field("path").to_pylist(), images.field("bytes")
+            paths, images = images.field("path"), images.field("bytes")
+            paths = if_else(images.is_null(), paths, None).to_pylist()
         _, ends, content = images.buffers()
         places = np.frombuffer(ends, np.int64 if "large" in str(images.type) else np.int32)
         begins = places[: len(images)] + (content.address - whole.address if content else 0)
         sizes = np.diff(places[: len(images) + 1])
         for begin, size, path in zip(begins.tolist(), sizes.tolist(), paths, strict=True):
             packed = packed_path(os.path.relpath(file, root), next(numbers), begin, size)
-            yield packed if size else path or ""
+            yield path or packed

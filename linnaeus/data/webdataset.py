@@ -23,7 +23,7 @@ from linnaeus.data.manifest import Table, categories
 from linnaeus.data.packed import packed_path
 from linnaeus.data.splits import SPLITS, find_names
 from linnaeus.runtime.errors import ConfigError, DataError
-from linnaeus.runtime.words import counted
+from linnaeus.runtime.words import counted, several
 
 
 def find_webdataset(dataset: DatasetConfig, notes: list[str]) -> dict[str, Callable[[], Table]]:
@@ -36,11 +36,11 @@ def find_webdataset(dataset: DatasetConfig, notes: list[str]) -> dict[str, Calla
     """
     root = Path(dataset.ROOT or "").expanduser()
     shards: dict[str, list[Path]] = defaultdict(list)
-    for file in sorted(root.rglob("*.tar")):
-        place = (
-            file.parent.name if file.parent != root else re.sub(r"[\W_]*\d*\.tar", "", file.name)
-        )
-        shards[place].append(file)
+    for file in sorted(root.rglob("*.t*")):
+        name = re.sub(r"\.(tar\.|t)(gz|bz2|xz|zst)$", ".tar", file.name)
+        if name.endswith(".tar") and (name == file.name or not file.with_name(name).exists()):
+            place = re.sub(r"[\W_]*\d*\.tar", "", name)
+            shards[place if file.parent == root else file.parent.name].append(file)
     splits = {split: shards[name] for split, name in find_names([*shards]).items()}
     for split in SPLITS:
         pattern = getattr(dataset, split.upper())
@@ -50,8 +50,8 @@ def find_webdataset(dataset: DatasetConfig, notes: list[str]) -> dict[str, Calla
                 raise ConfigError(f"DATA.DATASET.{split.upper()}: no file {root / pattern}")
     if not splits:
         raise ConfigError(
-            f"DATA.DATASET.ROOT: no files such as `train-0000.tar` in {root}; name others in "
-            "DATA.DATASET.TRAIN, such as `birds-*.tar`. A .tar.gz cannot be read in any order: run `gunzip`"
+            f"DATA.DATASET.ROOT: {root} has tar files of {several([*shards]) or 'no name'}, not as "
+            "`train-0000.tar`; set DATA.DATASET.TRAIN, such as `birds-*.tar`"
         )
     return {s: partial(_read, files, s, root, dataset, notes) for s, files in splits.items()}
 
@@ -60,7 +60,8 @@ def _read(
     files: Sequence[Path], split: str, root: Path, dataset: DatasetConfig, notes: list[str]
 ) -> Table:
     """The labels of all samples of a split, and the path of each image."""
-    samples = [sample for file in files for sample in _samples(file, root, dataset.IMAGE_COLUMN)]
+    endings, image = set[str](), dataset.IMAGE_COLUMN
+    samples = [sample for file in files for sample in _samples(file, root, image, endings)]
     found = [sample for sample in samples if "" in sample]
     path = root / split
     if len(found) < len(samples):
@@ -68,39 +69,66 @@ def _read(
             f"{path}: {counted(len(samples) - len(found), 'sample')} without an image left out"
         )
     if not found:
-        raise DataError(f"{path}: no image in {counted(len(files), 'tar file')}")
+        raise DataError(
+            f"{path}: no image in {counted(len(files), 'tar file')}, but the endings "
+            f"{several(sorted(endings))}; name the images' in DATA.DATASET.IMAGE_COLUMN. A sample's key ends "
+            "at the first dot"
+        )
     images = encoded(sample.pop("") for sample in found)
     columns = [*dict.fromkeys(name for sample in found for name in sample)]
     if dataset.LEVELS is None and "cls" in columns:
         columns = ["cls"]
     rows = {name: categories(sample.get(name) for sample in found) for name in columns}
-    return Table(
-        path, dataset.IMAGE_COLUMN or "image", images, pd.DataFrame(rows), dataset, root=root
-    )
+    return Table(path, image or "image", images, pd.DataFrame(rows), dataset, root=root)
 
 
-def _samples(file: Path, root: Path, image: str | None) -> list[dict[str, Any]]:
-    """The samples of a tar file: labels by name, and the path of the image under ""."""
+def _samples(file: Path, root: Path, image: str | None, endings: set[str]) -> list[dict[str, Any]]:
+    """The samples of a tar file: labels by name, and the path of the image under ""; adds the endings."""
     samples: dict[str, dict[str, Any]] = defaultdict(dict)
+    seen = set[str]()
     try:
         with tarfile.open(file, "r:") as tar:
             for member in tar:
                 folder, _, name = member.name.rpartition("/")
                 stem, _, ending = name.partition(".")
                 tar.members = []  # type: ignore[attr-defined]  # otherwise it keeps every header
-                if not member.isfile() or not stem:
+                if not (member.isfile() and stem and ending):
                     continue
-                sample = samples[f"{folder}/{stem}"]
+                endings.add(ending)
+                key = f"{folder}/{stem}"
                 if ending == image or (image is None and f".{ending.lower()}" in EXTENSIONS):
+                    ending = ""
+                if (part := f"{key}.{ending}") in seen:
+                    raise DataError(
+                        f"{file}: {member.name}: {stem!r} has one already; give each sample its own key, "
+                        "or name the images' ending in DATA.DATASET.IMAGE_COLUMN"
+                    )
+                seen.add(part)
+                sample = samples[key]
+                if not ending:
                     place = str(file.relative_to(root))
                     sample[""] = packed_path(place, name, member.offset_data, member.size)
                 elif ending in ("cls", "txt", "json"):
                     content = tar.extractfile(member)
                     assert content is not None
-                    text = content.read().decode()
-                    sample |= json.loads(text) if ending == "json" else {ending: text}
-    except (tarfile.ReadError, ValueError) as error:
+                    try:
+                        text = content.read().decode()
+                        sample |= _flat(json.loads(text) if ending == "json" else {ending: text})
+                    except ValueError as error:
+                        raise DataError(f"{file}: {member.name}: {error}") from error
+    except tarfile.ReadError as error:
         raise DataError(
-            f"{file}: {error}; it must be a tar file without compression, which can be read in any order"
+            f"{file}: {error}; it must be a tar file without compression: run `gunzip`"
         ) from error
     return [*samples.values()]
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """The values of nested JSON by names such as `label.family`."""
+    if not isinstance(value, dict):
+        return {name or "json": value}
+    return {
+        k: v
+        for key, each in value.items()
+        for k, v in _flat(each, f"{name}.{key}" if name else key).items()
+    }
