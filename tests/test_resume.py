@@ -10,6 +10,7 @@ import torch
 from linnaeus.config.schema import SCHEDULES, ScheduleConfig
 from linnaeus.runtime.errors import DataError
 from linnaeus.training.schedule import lr_factor
+from tests.helpers.datasets import write_image
 from tests.helpers.runs import SMALL, assert_same_bits, checkpoint_of, weights
 from tests.helpers.small_runs import NAME, PLAIN, Clusters, curve, lines_of, validations_of
 
@@ -352,6 +353,82 @@ def test_renamed_classes_are_refused_on_resuming(run, tmp_path):
     assert "family, kind" in refused.err
     assert files_of(tmp_path / "runs") == before
     assert run(*SMALL, names[0], "TRAIN.AUTO_RESUME=True").code == 0
+
+
+PHOTOS = (
+    "MODEL.NAME=test_resnet",
+    "DATA.DATASET.NAME=imagefolder",
+    "DATA.DATASET.ROOT=photos",
+    "DATA.IMG_SIZE=32",
+    "DATA.BATCH_SIZE=8",
+    "DATA.NUM_WORKERS=0",
+    "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
+    "EXPERIMENT.DEVICE=cpu",
+    "EXPERIMENT.NAME=small",
+    "TRAIN.EPOCHS=2",
+    "TRAIN.AUTO_RESUME=True",
+)
+
+
+def write_photos(folder, numbers):
+    for name in ("finch", "heron"):
+        for number in numbers:
+            write_image(folder / name / f"{number}.png", number)
+
+
+def said_of(outcome, key):
+    """The numbers in the warning of resuming with another value of a key."""
+    assert outcome.code == 0, outcome.err
+    lines = [x for x in outcome.out.splitlines() if f"another {key}" in x]
+    return [[*map(int, re.findall(r"\b\d+\b", x.split(key)[1]))] for x in lines]
+
+
+def test_added_and_removed_images_are_counted_on_resuming(run, tmp_path):
+    for split in ("train", "val"):
+        write_photos(tmp_path / "photos" / split, range(10))
+    assert run(*PHOTOS, "TRAIN.EPOCHS=1").code == 0
+    assert said_of(run(*PHOTOS), DATASET) == []
+    write_photos(tmp_path / "photos/train", range(10, 13))
+    (tmp_path / "photos/train/finch/0.png").unlink()
+    (tmp_path / "photos/val/heron/0.png").rename(tmp_path / "photos/val/heron/20.png")
+    assert said_of(run(*PHOTOS, "TRAIN.EPOCHS=3"), DATASET) == [[2, 7, 20, 25]]
+    (tmp_path / "photos/val/finch/0.png").unlink()
+    assert said_of(run(*PHOTOS, "TRAIN.EPOCHS=4"), DATASET) == [[1, 0, 25, 25]]
+    assert said_of(run(*PHOTOS, "TRAIN.EPOCHS=5"), DATASET) == []
+
+
+def test_images_never_change_their_split_on_resuming(run, tmp_path):
+    write_photos(tmp_path / "photos", range(20))
+    assert run(*PHOTOS, "TRAIN.EPOCHS=1").code == 0
+    split = tmp_path / "runs/small/split.csv"
+    before, files = split.read_bytes(), files_of(tmp_path / "runs")
+    write_photos(tmp_path / "photos", range(20, 40))
+    refused = run(*PHOTOS)
+    assert refused.code == 2
+    assert f"{DATASET}: " in refused.err
+    assert files_of(tmp_path / "runs") == files
+    kept = (f"{DATASET}.NAME=manifest", f"{DATASET}.TRAIN={split}")
+    assert all(option in refused.err for option in kept)
+    outcome = run(*PHOTOS, *kept)
+    assert outcome.code == 0, outcome.err
+    assert split.read_bytes() == before
+
+
+class Growing(Clusters):
+    """Clusters whose number no key of the configuration gives."""
+
+    num_samples = 100
+
+    def __init__(self, split):
+        super().__init__(split, length=self.num_samples)
+
+
+def test_another_number_of_own_samples_is_named(run, monkeypatch):
+    options = (*PLAIN, f"{DATASET}._target_={__name__}.Growing", "TRAIN.AUTO_RESUME=True")
+    assert run(*options, "TRAIN.EPOCHS=1").code == 0
+    assert said_of(run(*options, "TRAIN.EPOCHS=2"), DATASET) == []
+    monkeypatch.setattr(Growing, "num_samples", 120)
+    assert said_of(run(*options), DATASET) == [[100, 120]]
 
 
 @e2e

@@ -82,11 +82,11 @@ def unescape(cell: str) -> str:
     return cell[1:] if is_escaped else cell
 
 
-def read_split(path: Path, split: str) -> tuple[list[str], list[Lineage]]:
-    """The images of a split and their class names.
+def read_rows(path: Path) -> tuple[Any, ...]:
+    """Return the columns of paths and splits, and the table of the others.
 
     Raises:
-        DataError: the file cannot be read, or has no image of the split.
+        DataError: the file cannot be read.
     """
     import pandas as pd  # takes seconds on a cold disk, and most commands read no split
 
@@ -94,11 +94,20 @@ def read_split(path: Path, split: str) -> tuple[list[str], list[Lineage]]:
         rows = pd.read_csv(
             path, dtype=object, keep_default_na=False, encoding_errors="surrogateescape"
         )
-        paths, splits = rows.pop("path"), rows.pop("split")
+        return rows.pop("path"), rows.pop("split"), rows
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"{path} cannot be read ({error}); a run on image files writes it"
         ) from error
+
+
+def read_split(path: Path, split: str) -> tuple[list[str], list[Lineage]]:
+    """The images of a split and their class names.
+
+    Raises:
+        DataError: the file cannot be read, or has no image of the split.
+    """
+    paths, splits, rows = read_rows(path)
     wanted = splits == split
     if not wanted.any():
         held = ", ".join(sorted({*splits}))

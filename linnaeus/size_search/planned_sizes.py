@@ -62,6 +62,7 @@ class PlannedSizes:
         return {
             "autobatch": found,
             "plan": self.plan.as_dict(),
+            "num_samples": self.plan.num_samples,
             "micro_batch_limit": self.micro_batch_limit,
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 
 from linnaeus.autobatch.state.rng import set_rng_state
 from linnaeus.config.schema import Config, EarlyStoppingConfig, TrainConfig
+from linnaeus.data.bundle import DataBundle, dataset_length
+from linnaeus.data.split_file import SPLIT_FILE, read_rows
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import ConfigError
@@ -224,6 +227,41 @@ def check_classes(spec: Mapping[str, Any], taxonomy: Taxonomy | None, run: Path)
             f"or fine-tune in a new run: MODEL.WEIGHTS={run} with another EXPERIMENT.NAME copies the "
             "heads whose classes are the same"
         )
+
+
+def changed_samples(checkpoint: Checkpoint, data: DataBundle, run: Path) -> list[str]:
+    """Return how the samples differ from the checkpoint's and from `split.csv`, as text; reads no image.
+
+    Args:
+        checkpoint: to resume from. An older one does not hold the number of its samples.
+        data: of this process.
+        run: folder of the run.
+
+    Raises:
+        ConfigError: image files are in another split than before.
+    """
+    now, files = dataset_length(data.train), ""
+    before = checkpoint.entries.get("num_samples", now)
+    if (split_file := run / SPLIT_FILE).is_file():
+        paths, splits, _ = read_rows(split_file)
+        held = {
+            (file, split)
+            for split, dataset in data.splits.items()
+            for file in map(os.path.abspath, getattr(dataset, "files", ()))
+        }
+        old, new = {*paths}, {*dict(held)}
+        if moved := old & {*dict(held - {*zip(paths, splits, strict=True)})}:
+            raise ConfigError(
+                f"DATA.DATASET: {len(moved)} of the images would change their split. Restore the data, or "
+                f"keep the splits with DATA.DATASET.NAME=manifest DATA.DATASET.TRAIN={split_file.resolve()}"
+            )
+        if old != new:
+            files = (
+                f": {len(old - new)} of the files in split.csv are gone, {len(new - old)} are new"
+            )
+    if not files and before == now:
+        return []
+    return [f"DATA.DATASET{files} ({before} training samples in the checkpoint, {now} now)"]
 
 
 def resumed_progress(

@@ -38,6 +38,7 @@ from linnaeus.training.out_of_memory import SizeOrigin
 from linnaeus.training.recording import RunRecording
 from linnaeus.training.report import report_start, uneven_classes
 from linnaeus.training.resume import (
+    changed_samples,
     check_classes,
     find_checkpoint,
     is_finished,
@@ -170,6 +171,7 @@ def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> 
         data.val.transform = transform  # type: ignore[attr-defined]
     if checkpoint is not None:
         check_classes(checkpoint.entries["model_spec"], data.taxonomy, folder)
+        checkpoint.changes += world.on_main(partial(changed_samples, checkpoint, data, folder))
     assembly = assemble(
         config.MODEL,
         config.LOSS,
