@@ -192,7 +192,7 @@ def test_unknown_classes_are_an_error_or_left_out(run, birds, tmp_path):
     assert outcome.code == 1
     assert all(word in outcome.err for word in ("cats/puma", "lion/0.png", "--unknown"))
     assert run(*command, "--unknown", "skip").code == 0
-    found = content_of(only(birds, "best_test.csv_*.json"))
+    found = content_of(only(birds, "best_test_*.json"))
     assert (found["data"]["samples"], found["data"]["left_out"]) == (5, 2)
     unlabelled = {name: level["unlabelled"] for name, level in found["levels"].items()}
     assert unlabelled == {"level1": 0, "level2": 1}
