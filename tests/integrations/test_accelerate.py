@@ -12,7 +12,9 @@ from tests.helpers.ledger import held_bytes
 from tests.helpers.processes import compute
 
 RANKS = "tests.integrations.accelerate_ranks"
-pytestmark = pytest.mark.timeout(600)  # two ranks run all the searches for the fixtures, on busy cores
+pytestmark = pytest.mark.timeout(
+    600
+)  # two ranks run all the searches for the fixtures, on busy cores
 
 
 @pytest.fixture(scope="module")
