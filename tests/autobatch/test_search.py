@@ -354,10 +354,12 @@ def chunked(chunk, largest):
     ("curve", "largest", "at_most"),
     [
         (hundredths(0.05, 0.02, 0.93, 3482), 3482, 7),  # similarities of all pairs
+        (hundredths(0.3, 0, 0.7, 700), 700, 9),
+        (hundredths(0.85, 0.15, 0, 1000), 1000, 9),
         (chunked(64, 2678), 2678, 7),
         (chunked(128, 450), 450, 11),
     ],
-    ids=["pairs", "chunks", "few chunks"],
+    ids=["pairs", "parabola", "line", "chunks", "few chunks"],
 )
 def test_plateaus_and_parabolas_take_few_trials(curve, largest, at_most, max_size, capacity):
     device = Device(curve, capacity)
@@ -365,6 +367,28 @@ def test_plateaus_and_parabolas_take_few_trials(curve, largest, at_most, max_siz
     assert result.size is not None
     assert largest / 1.01 <= result.size <= largest
     assert len(result.trials) <= at_most
+
+
+@pytest.mark.parametrize("max_size", [512, 1000])
+def test_a_limit_without_rising_peaks_takes_few_trials(max_size):
+    """As many as the logarithm of the number of answers, the first trial and that of the bound."""
+    trials = []
+    for limit in range(1, max_size):
+        device = Device(lambda n, limit=limit: n if n <= limit else 10**10, 10**9)
+        result = find(device, budget_bytes=10**9, max_size=max_size, tolerance=0.01)
+        assert result.size is not None
+        assert limit / 1.01 <= result.size <= limit
+        trials.append(len(result.trials))
+    num_answers = 100 + math.log(max_size / 100, 1.01)
+    assert max(trials) <= 3 + math.log2(num_answers)
+    assert sum(trials) / len(trials) <= 2.5 + math.log2(num_answers)
+
+
+def test_ten_trials_find_the_limit_of_another_tool():
+    """Lightning's own test: no more than 100 of 1000 samples."""
+    device = Device(lambda n: n if n <= 100 else 10**10, 10**9)
+    result = find(device, budget_bytes=10**9, max_size=1000, tolerance=0.01, max_trials=10)
+    assert result.size == 100
 
 
 @pytest.mark.parametrize("multiple_of", [1, 8])
@@ -444,13 +468,13 @@ def benchmark():
         ("exact", 5.0, 6, 0.05),
         ("multiple of 8", 4.3, 5, 0.05),
         ("start within 10 %", 3.4, 4, 0.05),
-        ("strict cap", 5.6, 8, 0.05),
+        ("strict cap", 5.6, 7, 0.05),
     ],
 )
 def test_figures_on_measured_curves(benchmark, mode, mean, p90, beyond):
     curves = benchmark.read_curves(benchmark.CURVES)
     chosen = next(each for each in benchmark.MODES if each.name == mode)
-    cases = benchmark.make_cases(curves, range(1), chosen)
+    cases = benchmark.make_cases(curves, range(3), chosen)
     row = benchmark.summary([benchmark.replay(case, chosen, "guided") for case in cases])
     assert len(curves) > 400
     assert row["mean"] <= mean
