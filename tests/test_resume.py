@@ -9,6 +9,7 @@ import torch
 
 from linnaeus.config.schema import SCHEDULES, ScheduleConfig
 from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.run_folder import read_state
 from linnaeus.training.schedule import lr_factor
 from tests.helpers.datasets import write_image
 from tests.helpers.runs import SMALL, assert_same_bits, checkpoint_of, weights
@@ -429,6 +430,23 @@ def test_another_number_of_own_samples_is_named(run, monkeypatch):
     assert said_of(run(*options, "TRAIN.EPOCHS=2"), DATASET) == []
     monkeypatch.setattr(Growing, "num_samples", 120)
     assert said_of(run(*options), DATASET) == [[100, 120]]
+
+
+@e2e
+@pytest.mark.distributed
+def test_ranks_stop_early_together(torchrun, tmp_path):
+    options = (
+        *RESUMABLE,
+        *STOPPING,
+        "SCHEDULE.NAME=plateau",
+        "TRAIN.VALIDATE_EVERY=2",
+        "TRAIN.EPOCHS=9",
+    )
+    assert torchrun(2, *options).code == 0
+    folder = tmp_path / "runs/plain"
+    assert [line["epoch"] for line in lines_of(folder, "val")] == [2, 4, 6]
+    assert json.loads((folder / "result.json").read_text())["stopped_early"]
+    assert read_state(folder).status == "finished"
 
 
 @e2e
