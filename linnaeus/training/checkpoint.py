@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.config.schema import EarlyStoppingConfig
+from linnaeus.metrics import rank_of
 from linnaeus.models.shards import (
     METADATA,
     ShardsReader,
@@ -104,7 +105,7 @@ class TrainingProgress:
     epoch: int = 0
     samples: int = 0
     step: int = 0
-    best: list[tuple[float, float, int]] = field(default_factory=list)
+    best: list[tuple[float, float, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     best_epoch: int | None = None
@@ -121,16 +122,13 @@ class TrainingProgress:
     @property
     def best_steps(self) -> list[int]:
         """The optimizer steps of the best validations, the best one first."""
-        return [step for *_, step in self.best]
+        return [int(step) for *_, step in self.best]
 
-    def rank(self, value: float, loss: float, keep: int) -> None:
-        """Enter a validation among the best ones, of which at most `keep` stay. NaN is never one of them.
-
-        Of equal values the one with the smaller loss is better, then the later one.
-        """
-        if math.isnan(value):
+    def rank(self, metric: str, values: Mapping[str, float], keep: int) -> None:
+        """Enter a validation among the best ones by a metric, of which at most `keep` stay; see `rank_of`."""
+        entry = rank_of(metric, values, self.step)
+        if entry is None:
             return
-        entry = (value, -math.inf if math.isnan(loss) else -loss, self.step)
         self.best = sorted([*self.best, entry], reverse=True)[:keep]
         if self.best[0] is entry:
             self.best_epoch = self.current_epoch

@@ -670,7 +670,7 @@ class Trainer:
         self.schedule.validated(values[metric])
         self._set_lr()
         keep = max(self.config.KEEP_BEST, 1)
-        progress.rank(score(headline, values[headline]), values["loss"], keep)
+        progress.rank(headline, values, keep)
 
     def _validation_metrics(
         self, batches: Collection[Batch] | BatchLoader, step: ValidationStep | None = None

@@ -1,13 +1,10 @@
 """Runs on few samples keep their optimizer steps, and give one piece of advice at most."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,7 +62,7 @@ def test_no_plan_advises_twice():
             batchnorm=norm,
             pretrained=bool(pretrained),
         )
-        asked: list[dict[str, Any]] = [{}, {"ACCUMULATION_STEPS": 20}]
+        asked = [{}, {"ACCUMULATION_STEPS": 20}]
         asked += [{"EFFECTIVE_BATCH_SIZE": samples // 4 * 4}]
         for wishes in asked:
             check_advice([*plan_of(facts, **wishes).warnings])

@@ -1,7 +1,5 @@
 """The batch plan: what must always hold, and what each wish comes to."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,9 +1,6 @@
 """Runs under a batch plan: what they count, and that the split of a batch changes nothing else."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import yaml
@@ -91,7 +88,7 @@ GROWING = (
     "SCHEDULE.NAME=constant",
 )
 WITHIN = "another micro-batch within the epoch"
-SCHEDULES: dict[str, list[str]] = {
+SCHEDULES = {
     "by steps": [],
     "by epochs": ["TRAIN.BATCH_SCHEDULE.UNIT=epochs", "TRAIN.BATCH_SCHEDULE.LENGTH=2"],
     WITHIN: [
@@ -197,7 +194,7 @@ SEARCH = (*PLAIN, "DATA.AUTOBATCH.ENABLED=True")
 
 
 def found_in(folder):
-    found: dict[str, Any] = json.loads((folder / "autobatch.json").read_text())["train"]
+    found = json.loads((folder / "autobatch.json").read_text())["train"]
     return found
 
 

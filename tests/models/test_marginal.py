@@ -1,7 +1,5 @@
 """The head whose probabilities agree from coarse to fine, against sums over leaves by hand."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

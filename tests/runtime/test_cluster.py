@@ -1,7 +1,5 @@
 """Ranks that differ, fail, are stopped and start again, as real processes under torchrun."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -72,7 +70,7 @@ class Ranks:
 
     def end(self):
         """Wait for the end; a job that hangs, or leaves a process behind, fails the test."""
-        seen: set[psutil.Process] = set()
+        seen = set()
 
         def has_ended():
             seen.update(self.children())

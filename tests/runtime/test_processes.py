@@ -1,7 +1,5 @@
 """Runs in processes of their own: killed, resumed, and several at once under torchrun."""
 
-from __future__ import annotations
-
 import json
 import random
 

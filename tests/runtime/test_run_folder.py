@@ -1,7 +1,5 @@
 """Who has the folder of a run, which run it is and how it ended; runs do not overwrite each other."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -10,7 +8,6 @@ import subprocess
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,7 +38,7 @@ from tests.helpers.run_files import names
 
 
 def run_of(folder):
-    content: dict[str, Any] = json.loads((folder / RUN).read_text())
+    content = json.loads((folder / RUN).read_text())
     return content
 
 

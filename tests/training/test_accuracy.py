@@ -1,7 +1,5 @@
 """Accuracy, loss and consistency, against numpy by hand, in one process and in several."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checkpoints: exact, safe to load, and there whatever happens to the process or the disk."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -9,9 +7,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +35,7 @@ from tests.runtime.test_files import full_disk
 CPU = torch.device("cpu")
 
 
-def make_state() -> TrainingState:
+def make_state():
     model = nn.Sequential(
         nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1)
     )
@@ -50,7 +46,7 @@ def make_state() -> TrainingState:
     )
 
 
-def train(state: TrainingState, num_steps: int) -> None:
+def train(state, num_steps):
     """Steps that draw from the generators: data, and dropout."""
     for _ in range(num_steps):
         loss = state.model.train()(torch.randn(6, 4)).square().mean()
@@ -62,19 +58,19 @@ def train(state: TrainingState, num_steps: int) -> None:
         state.ema.on_update()
 
 
-def content(epoch: int, **more: Any) -> dict[str, Any]:
+def content(epoch, **more):
     return whole(epoch, weights=torch.full((1000,), float(epoch)), **more)
 
 
-def epoch_of(checkpoint: dict[str, Any] | None) -> int | None:
+def epoch_of(checkpoint):
     return None if checkpoint is None else checkpoint["progress"]["epoch"]
 
 
-def truncate(path: Path) -> None:
+def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def flip_a_bit(path: Path) -> None:
+def flip_a_bit(path):
     """Of the weights."""
     data = bytearray(path.read_bytes())
     data[data.index(torch.full((9,), 2.0).numpy().tobytes())] ^= 1
@@ -82,14 +78,14 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> CheckpointFolder:
+def checkpoints(tmp_path):
     return CheckpointFolder(tmp_path / "checkpoints")
 
 
 # --- what goes in comes out ---
 
 
-def test_training_goes_on_bit_for_bit(checkpoints: CheckpointFolder) -> None:
+def test_training_goes_on_bit_for_bit(checkpoints):
     seed_all(0)
     state = make_state()
     train(state, 3)
@@ -111,14 +107,14 @@ def test_training_goes_on_bit_for_bit(checkpoints: CheckpointFolder) -> None:
 class Malicious:
     """Runs code when it is unpickled by somebody careless."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Path.touch, (self.path,)
 
 
-def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
+def test_code_in_a_file_is_not_run(tmp_path):
     torch.save({"progress": Malicious(tmp_path / "owned")}, tmp_path / "last.pt")
     with pytest.raises(CheckpointError):
         load_checkpoint(tmp_path / "last.pt")
@@ -126,8 +122,8 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
 
 
 def test_of_a_checkpoint_that_cannot_be_used_the_one_before_it_is(
-    checkpoints: CheckpointFolder,
-) -> None:
+    checkpoints,
+):
     checkpoints.folder.mkdir()
     torch.save({"progress": whole()["progress"]}, checkpoints.last)
     with pytest.raises(CheckpointError):
@@ -136,7 +132,7 @@ def test_of_a_checkpoint_that_cannot_be_used_the_one_before_it_is(
     assert epoch_of(checkpoints.read_latest()) == 3
 
 
-def test_a_checkpoint_with_all_of_its_entries_is_used(tmp_path: Path) -> None:
+def test_a_checkpoint_with_all_of_its_entries_is_used(tmp_path):
     """The negative control."""
     path = tmp_path / "last.pt"
     newest = whole(
@@ -155,14 +151,12 @@ def test_a_checkpoint_with_all_of_its_entries_is_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "scaler", "ema"])
 @pytest.mark.parametrize("content", [{"scale": 1.0}, {"param_groups": [5], "state": 3}])
-def test_a_state_that_does_not_fit_is_a_checkpoint_error(
-    part: str, content: dict[str, Any]
-) -> None:
+def test_a_state_that_does_not_fit_is_a_checkpoint_error(part, content):
     with pytest.raises(ConfigError, match=rf"\b{part}\b"):
         make_state().load_state_dict(make_state().state_dict() | {part: content})
 
 
-def test_an_average_that_is_new_starts_from_the_weights() -> None:
+def test_an_average_that_is_new_starts_from_the_weights():
     saved, state = make_state().state_dict(), make_state()
     del saved["ema"]
     state.load_state_dict(saved)
@@ -173,7 +167,7 @@ def test_an_average_that_is_new_starts_from_the_weights() -> None:
 # --- which file is read ---
 
 
-def test_the_latest_is_read_and_the_one_before_it_kept(checkpoints: CheckpointFolder) -> None:
+def test_the_latest_is_read_and_the_one_before_it_kept(checkpoints):
     assert checkpoints.read_latest() is None
     for epoch in (1, 2, 3):
         checkpoints.save(content(epoch), is_best=epoch == 1)
@@ -184,9 +178,7 @@ def test_the_latest_is_read_and_the_one_before_it_kept(checkpoints: CheckpointFo
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit])
-def test_a_damaged_last_is_reported_and_the_one_before_it_read(
-    checkpoints: CheckpointFolder, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
-) -> None:
+def test_a_damaged_last_is_reported_and_the_one_before_it_read(checkpoints, caplog, damage):
     for epoch in (1, 2):
         checkpoints.save(content(epoch))
     assert epoch_of(checkpoints.read_latest()) == 2
@@ -197,12 +189,12 @@ def test_a_damaged_last_is_reported_and_the_one_before_it_read(
     assert str(checkpoints.last) in message
 
 
-def of_a_newer_version(path: Path) -> None:
+def of_a_newer_version(path):
     found = torch.load(path, weights_only=True)
     torch.save(found | {"progress": found["progress"] | {"of_a_newer_version": 1}}, path)
 
 
-UNREADABLE: dict[str, Callable[[Path], object]] = {
+UNREADABLE = {
     "another version": of_a_newer_version,
     "cut off": truncate,
     "code": lambda path: torch.save({"progress": nn.Linear(1, 1)}, path),
@@ -211,9 +203,7 @@ UNREADABLE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_shards_stay_while_a_checkpoint_cannot_be_read(
-    checkpoints: CheckpointFolder, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+def test_shards_stay_while_a_checkpoint_cannot_be_read(checkpoints, caplog, kind):
     shards = checkpoints.folder / "shards_00000001"
     entry = {"shards": {"folder": shards.name, "checksum": 0}}
     shards.mkdir(parents=True)
@@ -234,8 +224,8 @@ def test_shards_stay_while_a_checkpoint_cannot_be_read(
 
 
 def test_a_damaged_last_does_not_replace_the_one_resumed_from(
-    checkpoints: CheckpointFolder,
-) -> None:
+    checkpoints,
+):
     for epoch in (1, 2):
         checkpoints.save(content(epoch))
     truncate(checkpoints.last)
@@ -249,7 +239,7 @@ def test_a_damaged_last_does_not_replace_the_one_resumed_from(
 # --- disks that take nothing ---
 
 
-def test_a_full_disk_keeps_the_checkpoints_there_are(checkpoints: CheckpointFolder) -> None:
+def test_a_full_disk_keeps_the_checkpoints_there_are(checkpoints):
     for epoch in (1, 2):
         checkpoints.save(content(epoch), is_best=True)
     with full_disk(8192), pytest.raises(CheckpointError, match=r"last.pt"):
@@ -265,8 +255,8 @@ def test_a_full_disk_keeps_the_checkpoints_there_are(checkpoints: CheckpointFold
 
 
 def test_learning_rate_and_weight_decay_are_those_of_the_configuration(
-    checkpoints: CheckpointFolder,
-) -> None:
+    checkpoints,
+):
     state, other = make_state(), make_state()
     train(state, 2)
     saved = state.state_dict()
@@ -281,16 +271,14 @@ def test_learning_rate_and_weight_decay_are_those_of_the_configuration(
     )
 
 
-def test_the_state_is_read_once_and_let_go_of(
-    checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_is_read_once_and_let_go_of(checkpoints, monkeypatch):
     state, other = make_state(), make_state()
     train(state, 2)
     checkpoints.save(whole(state=state.state_dict()))
-    tensors: list[weakref.ref[torch.Tensor]] = []
+    tensors = []
     load = torch.load
 
-    def spy(*arguments: Any, **options: Any) -> Any:
+    def spy(*arguments, **options):
         read = load(*arguments, **options)
         tensors.extend(weakref.ref(tensor) for tensor in read["state"]["model"].values())
         return read
@@ -308,20 +296,20 @@ def test_the_state_is_read_once_and_let_go_of(
 # --- numbered checkpoints, and those written in the background ---
 
 
-def numbers(checkpoints: CheckpointFolder) -> list[int]:
+def numbers(checkpoints):
     return sorted(
         int(path.stem.removeprefix("step_")) for path in checkpoints.folder.glob("step_*")
     )
 
 
-def save_steps(checkpoints: CheckpointFolder, *steps: int) -> None:
+def save_steps(checkpoints, *steps):
     """Save at these steps, under a clock that goes backwards."""
     for number, step in enumerate(steps):
         checkpoints.save(whole(0, step))
         os.utime(checkpoints.last, ns=(-number, -number))
 
 
-def test_the_newest_numbered_checkpoints_are_kept(tmp_path: Path) -> None:
+def test_the_newest_numbered_checkpoints_are_kept(tmp_path):
     checkpoints = CheckpointFolder(tmp_path, keep=2)
     save_steps(checkpoints, 10, 20, 30)
     assert names(tmp_path) == {"last.pt", "previous.pt", "step_00000020.pt", "step_00000030.pt"}
@@ -329,7 +317,7 @@ def test_the_newest_numbered_checkpoints_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == {"last.pt", "previous.pt", "step_00000020.pt", "step_00000025.pt"}
 
 
-def test_a_file_copied_over_the_last_one_changes_no_other(tmp_path: Path) -> None:
+def test_a_file_copied_over_the_last_one_changes_no_other(tmp_path):
     checkpoints = CheckpointFolder(tmp_path, keep=2)
     checkpoints.save(whole(0, 10))
     checkpoints.save(whole(0, 20), is_best=True)
@@ -341,8 +329,8 @@ def test_a_file_copied_over_the_last_one_changes_no_other(tmp_path: Path) -> Non
     assert steps == {"last.pt": 10, "best.pt": 20, "step_00000020.pt": 20}
 
 
-def test_a_run_with_its_best_checkpoint_alone_is_resumed(tmp_path: Path) -> None:
-    def step() -> int:
+def test_a_run_with_its_best_checkpoint_alone_is_resumed(tmp_path):
+    def step():
         found = CheckpointFolder(tmp_path).read_latest()
         assert found is not None
         return int(found["progress"]["step"])
@@ -358,10 +346,10 @@ def test_a_run_with_its_best_checkpoint_alone_is_resumed(tmp_path: Path) -> None
     assert step() == 10
 
 
-def test_without_the_last_checkpoint_that_of_the_latest_step_is_read(tmp_path: Path) -> None:
+def test_without_the_last_checkpoint_that_of_the_latest_step_is_read(tmp_path):
     """The previous one, or a numbered one."""
 
-    def step() -> int:
+    def step():
         found = checkpoints.read_latest()
         assert found is not None
         return int(found["progress"]["step"])
@@ -377,7 +365,7 @@ def test_without_the_last_checkpoint_that_of_the_latest_step_is_read(tmp_path: P
     assert step() == 10
 
 
-def test_what_a_rank_without_memory_has_saved_is_the_newest(tmp_path: Path) -> None:
+def test_what_a_rank_without_memory_has_saved_is_the_newest(tmp_path):
     checkpoints = CheckpointFolder(tmp_path)
     save_steps(checkpoints, 10, 20)
     checkpoints.save_for_next_attempt(whole(0, 25))
@@ -389,7 +377,7 @@ def test_what_a_rank_without_memory_has_saved_is_the_newest(tmp_path: Path) -> N
     assert names(tmp_path) == {"last.pt", "previous.pt"}
 
 
-def test_a_file_of_the_users_is_no_numbered_checkpoint(tmp_path: Path) -> None:
+def test_a_file_of_the_users_is_no_numbered_checkpoint(tmp_path):
     theirs = ["step_my_favourite.pt", "step_5.pt", "step_00000010_good.pt", "step_00000010.pt.bak"]
     for name in theirs:
         (tmp_path / name).write_text("mine")
@@ -402,15 +390,15 @@ def test_a_file_of_the_users_is_no_numbered_checkpoint(tmp_path: Path) -> None:
 class Gate:
     """Pickled only once somebody opens it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.open = threading.Event()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         assert self.open.wait(forks.limit_s)
         return OrderedDict, ()
 
 
-def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path: Path) -> None:
+def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path):
     gate, weights = Gate(), torch.ones(5)
     with CheckpointFolder(tmp_path, background=True) as checkpoints:
         checkpoints.save(whole(1, weights=weights, gate=gate), is_best=True)
@@ -425,8 +413,8 @@ def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path: Path) -
 
 
 def test_the_next_call_and_the_end_of_the_run_raise_an_error_in_the_background(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "checkpoints"
     checkpoints = CheckpointFolder(folder, background=True)
@@ -446,10 +434,10 @@ def test_the_next_call_and_the_end_of_the_run_raise_an_error_in_the_background(
 class Interrupting:
     """Presses Ctrl-C while it is written and the main thread waits, and waits until that has been handled."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.handled = threading.Event()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         main = threading.main_thread().ident or 0
         wait_until(lambda: sys._current_frames()[main].f_code is threading.Condition.wait.__code__)
         signal.pthread_kill(main, signal.SIGINT)
@@ -458,13 +446,11 @@ class Interrupting:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_ctrl_c_while_a_checkpoint_is_written_is_that_and_no_damage(
-    tmp_path: Path, background: bool
-) -> None:
+def test_ctrl_c_while_a_checkpoint_is_written_is_that_and_no_damage(tmp_path, background):
     """It ends the run at once, and torch would make an error of the file of it."""
     pressed = Interrupting()
 
-    def save() -> None:
+    def save():
         with (
             StopRequest().listening(),
             CheckpointFolder(tmp_path, background=background) as checkpoints,
@@ -487,16 +473,14 @@ def test_ctrl_c_while_a_checkpoint_is_written_is_that_and_no_damage(
 # --- on the disk, whatever happens ---
 
 
-def test_a_checkpoint_is_synced_before_it_gets_its_name(
-    checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_synced_before_it_gets_its_name(checkpoints, monkeypatch):
     events, fsync, replace = [], os.fsync, os.replace
 
-    def sync_noted(file: int) -> None:
+    def sync_noted(file):
         events.append(("sync", os.fstat(file).st_ino))
         fsync(file)
 
-    def replace_noted(source: Path, target: Path) -> None:
+    def replace_noted(source, target):
         events.append((Path(target).name, Path(source).stat().st_ino))
         replace(source, target)
 
@@ -545,8 +529,8 @@ while status != 0:
 
 
 def test_a_kill_between_any_two_file_operations_leaves_a_loadable_checkpoint(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     checkpoints = CheckpointFolder(tmp_path / "before")
     for epoch in (1, 2):
         checkpoints.save(content(epoch), is_best=True)

@@ -1,7 +1,5 @@
 """Soft targets of a teacher: their value, who may teach, resume, ranks, AutoBatch."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

@@ -1,12 +1,10 @@
 """The average of the weights."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linnaeus.main import cli
 from linnaeus.metrics import larger_is_better
@@ -16,12 +14,12 @@ from tests.helpers.small_runs import NAME, assert_same_states, curve, lines_of
 from tests.test_resume import RESUMABLE, interrupted
 
 
-def make_model() -> nn.Module:
+def make_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-def train(model: nn.Module) -> None:
+def train(model):
     """Move weights and buffers, as a training step would."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -29,13 +27,13 @@ def train(model: nn.Module) -> None:
         model.train()(torch.randn(8, 3))
 
 
-def weight(model: nn.Module) -> Tensor:
-    tensor: Tensor = model.get_parameter("0.weight")
+def weight(model):
+    tensor = model.get_parameter("0.weight")
     return tensor.detach().clone()
 
 
 @pytest.mark.parametrize("decay", [0.3, 0.9])
-def test_the_average_against_the_recursion_by_hand(decay: float) -> None:
+def test_the_average_against_the_recursion_by_hand(decay):
     """After n updates the decay is 1 - n^(-2/3), up to the one that was asked for; counters are copied."""
     model = make_model().train()
     ema = Ema(model, decay)
@@ -55,7 +53,7 @@ def test_the_average_against_the_recursion_by_hand(decay: float) -> None:
     assert ema.module.get_buffer("1.running_mean").any()
 
 
-def test_a_restored_average_goes_on_as_if_nothing_had_been() -> None:
+def test_a_restored_average_goes_on_as_if_nothing_had_been():
     model = make_model()
     ema = Ema(model, 0.9)
     for _ in range(3):

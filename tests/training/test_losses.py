@@ -1,7 +1,5 @@
 """Losses on labels and on mixed probabilities, against those of torch, timm and torchvision."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 

@@ -1,7 +1,5 @@
 """The same figures everywhere: what several real processes compute is what one computes."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every key that a resumed run takes with another value is in force, or the run is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
