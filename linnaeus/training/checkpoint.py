@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -500,15 +500,11 @@ class CheckpointFolder:
 
     def _newest_first(self) -> Iterator[Path]:
         """The existing checkpoints, the last step first; `best.pt` comes last, for where others are gone."""
-        step = -1
-        with suppress(CheckpointError):
-            step = load_checkpoint(self.previous, mmap=True)["progress"]["step"]
-        steps = {path: int(path.stem.removeprefix("step_")) for path in self._numbered()}
-        older = sorted(
-            [self.previous, *steps], key=lambda path: steps.get(path, step), reverse=True
-        )
-        # `pending.pt` gets its name when it is whole, and `last.pt` takes its place at once.
-        return (path for path in (self.pending, self.last, *older, self.best) if path.exists())
+        # `pending.pt` gets its name when it is whole, and `last.pt` takes its place at once. The first
+        # numbered one is a copy of `last.pt`.
+        newest, *numbered = self._numbered() or [self.last]
+        names = (self.pending, self.last, newest, self.previous, *numbered, self.best)
+        return (path for path in dict.fromkeys(names) if path.exists())
 
     def read_latest(self) -> dict[str, Any] | None:
         """The newest checkpoint that can be read, as `load_checkpoint` gives it; None when there is none.

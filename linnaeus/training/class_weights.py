@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from difflib import get_close_matches
 from pathlib import Path
 
 import torch
 import yaml
 from torch import Tensor
 
+from linnaeus.config.keys import suggest
 from linnaeus.config.schema import WEIGHTINGS, LossConfig
 from linnaeus.data.bundle import DataBundle, training_targets
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.words import several
 
 _KEY = "LOSS.CLASS_WEIGHTS"
 
@@ -140,10 +141,8 @@ def _weights_of_file(path: Path, taxonomy: Taxonomy) -> list[Tensor]:
 
 def _check_name(name: str, names: Collection[str], problem: str) -> None:
     if name not in names:
-        close = get_close_matches(str(name), names, 1)
-        others = f"there are {len(names)}, such as {next(iter(names))!r}"
-        hint = f"did you mean {close[0]!r}?" if close else others
-        raise ConfigError(f"{_KEY}: {problem} {name!r}; {hint}")
+        hint = suggest(str(name), names, cutoff=0.6) or f"; there are {several([*names])}"
+        raise ConfigError(f"{_KEY}: {problem} {name!r}{hint}")
 
 
 def _read(path: Path) -> Iterator[tuple[str, str, str]]:

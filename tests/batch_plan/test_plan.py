@@ -86,18 +86,6 @@ def test_every_step_takes_the_effective_size(
     assert set(effective_sizes(plan)) == {effective}
 
 
-@pytest.mark.parametrize(
-    ("size", "nearby"), [(130, 132), (132, None), (64, None), (2 * 67, 138), (998, None)]
-)
-def test_an_effective_size_that_splits_badly_names_a_nearby_one(size, nearby):
-    facts = replace(FACTS, max_micro_batch_size=33, world_size=2, num_samples=1000)
-    notes = plan_of(facts, EFFECTIVE_BATCH_SIZE=size).notes
-    assert [str(nearby) in note for note in notes] == ([] if nearby is None else [True])
-    if nearby is not None:
-        plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=nearby)
-        assert (plan.notes, plan.accumulation_steps) == ((), -(-size // 66))
-
-
 @given(
     max_micro_batch_size=st.integers(1, 200),
     world_size=st.integers(1, 5),

@@ -27,7 +27,7 @@ from linnaeus.training.checkpoint import (
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.losses import build_loss, logits_per_level
 from linnaeus.training.optim import build_optimizer
-from linnaeus.training.out_of_memory import StateBytes, memory_sentence
+from linnaeus.training.out_of_memory import memory_sentence
 from linnaeus.training.report import settings_without_effect
 from linnaeus.training.resume import (
     changed_samples,
@@ -74,7 +74,7 @@ def out_of_memory(folder, argv, size):
 
 def memory():
     """What held the memory, and where sizes come from."""
-    state = StateBytes(parameters=1 << 28, buffers=100)
+    state = {"parameters": 1 << 28, "buffers": 100}
     parts = {
         "held_bytes": 1 << 30,
         "outside_bytes": 3 << 30,
@@ -237,8 +237,7 @@ def test_messages(golden, tmp_path):
         f"checkpoint: {title}": text for title, text in checkpoints(tmp_path / "files").items()
     }
     messages |= {
-        f"resumed with {title}": text
-        for title, text in other_samples(tmp_path / "images").items()
+        f"resumed with {title}": text for title, text in other_samples(tmp_path / "images").items()
     }
     targets = torch.tensor([[0, 0], [1, 1], [1, 2]])
     for title, (name, text) in WEIGHTS.items():
