@@ -46,7 +46,6 @@ RESUMABLE = (
 """Three epochs of 12 steps, 100 samples each. Later tokens override these."""
 
 
-NORM = "MODEL.norm=BatchNorm1d"
 READ_BEFORE = {"train": 8 + 8, "val": 1}
 """Samples that are read to learn their shape, and the first batch, read twice as it draws numbers."""
 
@@ -324,25 +323,6 @@ def test_schedule_and_early_stopping_resume_exactly(run, tmp_path, name):
         assert (run(*options).code, files_of(runs)) == (0, before), "it was finished"
         assert run(*options, "TRAIN.EARLY_STOPPING.PATIENCE=3").code == 0
         assert validations_of(plain) == [12, 24, 36, 48]
-
-
-@pytest.mark.parametrize(("now", "restarts"), [("[1,0]", False), ("[1,1]", True), ("[0,1]", True)])
-def test_the_best_of_another_metric_is_forgotten(run, tmp_path, now, restarts):
-    options, path = (*SMALL, "TRAIN.AUTO_RESUME=True"), tmp_path / "runs/small/checkpoints/last.pt"
-    assert run(*options, "TRAIN.EPOCHS=1", "LOSS.LEVEL_WEIGHTS=[1,0]").code == 0
-    saved = torch.load(path, weights_only=True)
-    assert saved["headline"] == "top1/level1"
-    saved["progress"] |= {
-        "best": [(2.0, 0.0, 1)],
-        "watched_best": 2.0,
-    }  # which no other metric reaches
-    torch.save(saved, path)
-    stopping = "TRAIN.EARLY_STOPPING.PATIENCE=1"  # of the old metric, no improvement
-    ended = run(*options, "TRAIN.EPOCHS=3", f"LOSS.LEVEL_WEIGHTS={now}", stopping)
-    assert ended.code == 0, ended.err
-    progress = checkpoint_of(path.parents[1])["progress"]
-    assert (progress["best"][0][0] <= 1) == restarts == (progress["watched_best"] <= 1)
-    assert (progress["best_epoch"] == 1) != restarts
 
 
 def test_renamed_classes_are_refused_on_resuming(run, tmp_path):

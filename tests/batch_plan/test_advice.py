@@ -16,9 +16,7 @@ ON = "DATA.AUTOBATCH.ENABLED=True"
 DEFAULT = ("DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=10", "TRAIN.EPOCHS=1")
 RUNS = {
     "few samples": (50, (ON,), 5, "steps_per_epoch"),
-    "very few samples": (12, (ON,), 2, "steps_per_epoch"),
     "at MAX_BATCH_SIZE": (400, (ON, "DATA.AUTOBATCH.MAX_BATCH_SIZE=16"), 16, "max_batch_size"),
-    "below MAX_BATCH_SIZE": (400, (ON,), 40, "steps_per_epoch"),
     "switched off": (50, (ON, "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1"), 50, "dataset"),
     "a smallest size": (50, (ON, "DATA.AUTOBATCH.MIN_BATCH_SIZE=20"), 20, "steps_per_epoch"),
     "accumulation": (100, (ON, "TRAIN.ACCUMULATION_STEPS=3"), 3, "steps_per_epoch"),

@@ -12,8 +12,6 @@ from linnaeus.models.hierarchical import MarginalHead
 from linnaeus.training.losses import TaxonomicCrossEntropy
 from tests.helpers.small_models import build
 
-Parents = tuple[tuple[int, ...], ...]
-
 COUNTS = (2, 4, 6)
 NESTED = ((0, 0, 1, 1), (0, 0, 1, 2, 3, 3))
 

@@ -77,6 +77,20 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
+def of_a_newer_version(path):
+    found = torch.load(path, weights_only=True)
+    torch.save(found | {"progress": found["progress"] | {"of_a_newer_version": 1}}, path)
+
+
+UNREADABLE = {
+    "another version": of_a_newer_version,
+    "an entry is missing": lambda path: torch.save({"progress": whole()["progress"]}, path),
+    "cut off": truncate,
+    "code": lambda path: torch.save({"progress": nn.Linear(1, 1)}, path),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
 @pytest.fixture
 def checkpoints(tmp_path):
     return CheckpointFolder(tmp_path / "checkpoints")
@@ -119,17 +133,6 @@ def test_code_in_a_file_is_not_run(tmp_path):
     with pytest.raises(CheckpointError):
         load_checkpoint(tmp_path / "last.pt")
     assert not (tmp_path / "owned").exists()
-
-
-def test_of_a_checkpoint_that_cannot_be_used_the_one_before_it_is(
-    checkpoints,
-):
-    checkpoints.folder.mkdir()
-    torch.save({"progress": whole()["progress"]}, checkpoints.last)
-    with pytest.raises(CheckpointError):
-        checkpoints.load_latest(World(CPU))
-    torch.save(whole(epoch=3), checkpoints.previous)
-    assert epoch_of(checkpoints.read_latest()) == 3
 
 
 def test_a_checkpoint_with_all_of_its_entries_is_used(tmp_path):
@@ -177,7 +180,7 @@ def test_the_latest_is_read_and_the_one_before_it_kept(checkpoints):
     assert names(checkpoints.folder) == {"last.pt", "previous.pt", "best.pt"}
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit])
+@pytest.mark.parametrize("damage", [*UNREADABLE.values(), flip_a_bit])
 def test_a_damaged_last_is_reported_and_the_one_before_it_read(checkpoints, caplog, damage):
     for epoch in (1, 2):
         checkpoints.save(content(epoch))
@@ -187,19 +190,6 @@ def test_a_damaged_last_is_reported_and_the_one_before_it_read(checkpoints, capl
     [(level, message)] = {(record.levelname, record.getMessage()) for record in caplog.records}
     assert level == "WARNING"
     assert str(checkpoints.last) in message
-
-
-def of_a_newer_version(path):
-    found = torch.load(path, weights_only=True)
-    torch.save(found | {"progress": found["progress"] | {"of_a_newer_version": 1}}, path)
-
-
-UNREADABLE = {
-    "another version": of_a_newer_version,
-    "cut off": truncate,
-    "code": lambda path: torch.save({"progress": nn.Linear(1, 1)}, path),
-    "a folder": lambda path: (path.unlink(), path.mkdir()),
-}
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
@@ -296,12 +286,6 @@ def test_the_state_is_read_once_and_let_go_of(checkpoints, monkeypatch):
 # --- numbered checkpoints, and those written in the background ---
 
 
-def numbers(checkpoints):
-    return sorted(
-        int(path.stem.removeprefix("step_")) for path in checkpoints.folder.glob("step_*")
-    )
-
-
 def save_steps(checkpoints, *steps):
     """Save at these steps, under a clock that goes backwards."""
     for number, step in enumerate(steps):
@@ -310,11 +294,18 @@ def save_steps(checkpoints, *steps):
 
 
 def test_the_newest_numbered_checkpoints_are_kept(tmp_path):
+    theirs = {"step_my_favourite.pt", "step_5.pt", "step_00000010_good.pt", "step_00000010.pt.bak"}
+    for name in theirs:  # of the user
+        (tmp_path / name).write_text("mine")
     checkpoints = CheckpointFolder(tmp_path, keep=2)
-    save_steps(checkpoints, 10, 20, 30)
-    assert names(tmp_path) == {"last.pt", "previous.pt", "step_00000020.pt", "step_00000030.pt"}
-    save_steps(checkpoints, 25)  # the user has gone back to step 20
-    assert names(tmp_path) == {"last.pt", "previous.pt", "step_00000020.pt", "step_00000025.pt"}
+    for steps, kept in (
+        ((10, 20, 30), ("00000020", "00000030")),
+        ((25,), ("00000020", "00000025")),  # the user has gone back to step 20
+        ((123_456_789,), ("00000025", "123456789")),
+    ):
+        save_steps(checkpoints, *steps)
+        own = {"last.pt", "previous.pt", *(f"step_{step}.pt" for step in kept)}
+        assert names(tmp_path) == own | theirs
 
 
 def test_a_file_copied_over_the_last_one_changes_no_other(tmp_path):
@@ -329,40 +320,19 @@ def test_a_file_copied_over_the_last_one_changes_no_other(tmp_path):
     assert steps == {"last.pt": 10, "best.pt": 20, "step_00000020.pt": 20}
 
 
-def test_a_run_with_its_best_checkpoint_alone_is_resumed(tmp_path):
-    def step():
-        found = CheckpointFolder(tmp_path).read_latest()
-        assert found is not None
-        return int(found["progress"]["step"])
-
-    checkpoints = CheckpointFolder(tmp_path)
+def test_the_newest_checkpoint_that_is_left_is_read(tmp_path):
+    """A numbered one, the previous one, the best one."""
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
     checkpoints.save(whole(0, 10), is_best=True)
-    checkpoints.save(whole(0, 20))
-    assert step() == 20
-    checkpoints.previous.unlink()
-    truncate(checkpoints.last)
-    assert step() == 10
-    checkpoints.last.unlink()
-    assert step() == 10
-
-
-def test_without_the_last_checkpoint_that_of_the_latest_step_is_read(tmp_path):
-    """The previous one, or a numbered one."""
-
-    def step():
-        found = checkpoints.read_latest()
-        assert found is not None
-        return int(found["progress"]["step"])
-
-    checkpoints = CheckpointFolder(tmp_path, keep=3)
-    save_steps(checkpoints, 10, 20, 30)
-    checkpoints.last.unlink()
-    assert step() == 30
-    truncate(tmp_path / "step_00000030.pt")
-    (tmp_path / "step_00000020.pt").unlink()
-    assert step() == 20  # the negative control
-    truncate(checkpoints.previous)
-    assert step() == 10
+    save_steps(checkpoints, 20, 30)
+    found = []
+    for path in (checkpoints.last, tmp_path / "step_00000030.pt", checkpoints.previous, None):
+        found.append(checkpoints.read_latest()["progress"]["step"])
+        if path is not None:
+            truncate(path)
+            found.append(checkpoints.read_latest()["progress"]["step"])
+            path.unlink()
+    assert found == [30, 30, 30, 20, 20, 10, 10]
 
 
 def test_what_a_rank_without_memory_has_saved_is_the_newest(tmp_path):
@@ -375,16 +345,6 @@ def test_what_a_rank_without_memory_has_saved_is_the_newest(tmp_path):
         assert checkpoint.entries["progress"]["step"] == resumed
         save_steps(checkpoints, 30)
     assert names(tmp_path) == {"last.pt", "previous.pt"}
-
-
-def test_a_file_of_the_users_is_no_numbered_checkpoint(tmp_path):
-    theirs = ["step_my_favourite.pt", "step_5.pt", "step_00000010_good.pt", "step_00000010.pt.bak"]
-    for name in theirs:
-        (tmp_path / name).write_text("mine")
-    checkpoints = CheckpointFolder(tmp_path, keep=1)
-    for step in (10, 123_456_789):
-        checkpoints.save(whole(0, step))
-    assert names(tmp_path) == {"last.pt", "previous.pt", "step_123456789.pt", *theirs}
 
 
 class Gate:

@@ -181,17 +181,17 @@ def test_autobatch_finds_a_smaller_size_beside_a_teacher(tmp_path):
     options = (
         *SMALL,
         "DATA.DATASET.NUM_SAMPLES=600",
-        "DATA.IMG_SIZE=64",
+        "DATA.IMG_SIZE=32",
         "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",
         "DATA.AUTOBATCH.ENABLED_VAL=False",
         "DATA.AUTOBATCH.TOLERANCE=0.1",
     )
     search, _ = prepared(*options, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4")
     find_sizes(search)
-    spec = spec_of("resnet18", taxonomy=search.data.taxonomy, size=(64, 64))
+    spec = spec_of("resnet18", taxonomy=search.data.taxonomy, size=(32, 32))
     teacher = f"MODEL.TEACHER={save_run(tmp_path / 'teacher', spec)}"
     del search
-    limit = f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={limit_with_room_for(160)}"
+    limit = f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={limit_with_room_for(110)}"
     alone, taught = (
         find_sizes(prepared(*options, limit, *more)[0])["train"] for more in ((), (teacher,))
     )

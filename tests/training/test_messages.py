@@ -45,7 +45,6 @@ TWO_LEVELS = Taxonomy(
     (Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf")))
 )
 ONE_LEVEL = Taxonomy(TWO_LEVELS.levels[1:])
-MIXED = ["DATA.AUGMENT.MIXUP=0.2", "DATA.AUGMENT.CUTMIX=1", "DATA.AUGMENT.MIX_OFF_EPOCHS=2"]
 FROZEN = "MODEL.FREEZE=backbone"
 IN_VALIDATION = ("MODEL._target_=tests.helpers.greedy.GreedyInValidation", "MODEL.largest=8")
 

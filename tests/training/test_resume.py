@@ -18,6 +18,7 @@ from linnaeus.training.resume import (
     is_finished,
     restore_generators,
     resumed_nodes,
+    resumed_progress,
 )
 from tests.helpers.contents import whole
 
@@ -146,3 +147,17 @@ def test_generators_are_restored_on_as_many_ranks_and_seeded_on_others():
         drawn.append(torch.rand(3).tolist())
     assert drawn[0] == drawn[4]
     assert len({tuple(values) for values in [expected.tolist(), *drawn]}) == 5
+
+
+@pytest.mark.parametrize(("now", "is_kept"), [("top1/a", True), ("top1/b", False)])
+def test_the_best_of_another_metric_is_forgotten(now, is_kept):
+    stopping = Config().TRAIN.EARLY_STOPPING
+    best = {"best": [(0.5, -1.0, 1)], "best_epoch": 1, "watched_best": 0.5, "num_stale": 2}
+    config = {"TRAIN": {"EARLY_STOPPING": dataclasses.asdict(stopping)}}
+    saved = whole(headline="top1/a", config=config)
+    saved["progress"] |= best
+    found = vars(resumed_progress(saved, now, stopping))
+    new = vars(TrainingProgress(1))
+    assert {name: found[name] for name in best} == (
+        best if is_kept else {name: new[name] for name in best}
+    )

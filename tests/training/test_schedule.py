@@ -29,20 +29,6 @@ def factor_of(name, *, total_steps, warmup_steps, min_fraction):
     return lr_factor(config, steps_per_epoch=per_epoch, warmup_steps=warmup_steps)
 
 
-def rates(config, *, steps_per_epoch, num_epochs, lr=2.0):
-    """The rate that each optimizer step of a run really uses."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    warmup = configured_warmup(config, [steps_per_epoch] * num_epochs)
-    epochs = [steps_per_epoch] * num_epochs
-    schedule = Schedule(config, optimizer, steps_per_epoch=epochs, warmup_steps=warmup)
-    used = []
-    for step in range(sum(epochs)):
-        used.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.apply(step + 1)
-    return used
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -97,15 +83,6 @@ def test_rises_to_the_peak_then_never_rises(name, run):
 )
 def test_length_of_the_warm_up(config, expected):
     assert configured_warmup(config, [10, 10, 10]) == expected
-
-
-@pytest.mark.parametrize(
-    ("warmup_epochs", "num_epochs", "expected"),
-    [(1, 3, [1.0, 2.0, 2.0, 1.5, 1.0, 0.5]), (50, 2, [0.5, 1.0, 1.5, 2.0])],
-)
-def test_the_optimizer_really_uses_it_from_the_first_step(warmup_epochs, num_epochs, expected):
-    config = ScheduleConfig(NAME="linear", WARMUP_EPOCHS=warmup_epochs, MIN_LR_FRACTION=0.0)
-    assert rates(config, steps_per_epoch=2, num_epochs=num_epochs) == pytest.approx(expected)
 
 
 def test_groups_keep_their_own_peaks():

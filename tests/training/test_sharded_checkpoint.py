@@ -37,7 +37,7 @@ from tests.helpers.contents import whole
 from tests.helpers.forks import ROOT
 from tests.helpers.processes import compute, group_of
 from tests.helpers.runs import SMALL
-from tests.helpers.small_runs import NAME, PLAIN, Clusters, curve, lines_of, validations_of
+from tests.helpers.small_runs import NAME, PLAIN, Clusters, lines_of, validations_of
 
 pytestmark = pytest.mark.distributed
 
@@ -441,30 +441,6 @@ def test_all_ranks_break_a_validation_off_that_one_was_asked_to(torchrun, tmp_pa
     outcome = torchrun(2, *options)
     assert outcome.code == 0, outcome.err
     assert validations_of(folder) == [6, 12, 18]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_four_processes_then_two_then_one_then_four_train_as_one(run, torchrun, tmp_path):
-    options = (*OWN, "SCHEDULE.NAME=constant", "SCHEDULE.WARMUP_STEPS=0")
-    assert run(*options, f"{NAME}one", "TRAIN.EPOCHS=4", "DATA.BATCH_SIZE=16").code == 0
-    for epochs, num_processes in enumerate((4, 2, 1, 4), 1):
-        words = (f"{NAME}chain", f"TRAIN.EPOCHS={epochs}", f"DATA.BATCH_SIZE={16 // num_processes}")
-        outcome = (
-            run(*options, *words)
-            if num_processes == 1
-            else torchrun(num_processes, *options, *words)
-        )
-        assert outcome.code == 0, outcome.err
-    one, chain = (curve(tmp_path / "runs" / name) for name in ("one", "chain"))
-    assert one[:2] == chain[:2]
-    assert chain[2] == pytest.approx(one[2], rel=1e-5)
-    folder = tmp_path / "runs/chain"
-    one_val, val = (
-        lines_of(tmp_path / "runs" / name, "val")[-1]["loss"] for name in ("one", "chain")
-    )
-    assert val == pytest.approx(one_val, rel=1e-5)
-    assert (folder / "checkpoints/last.pt").exists()
 
 
 # --- processes that are killed while they save ---
