@@ -5,7 +5,6 @@ import re
 import shutil
 
 import pytest
-import torch
 
 from linnaeus.config.schema import SCHEDULES, ScheduleConfig
 from linnaeus.runtime.errors import DataError
@@ -126,26 +125,6 @@ def test_other_processes_go_on_at_the_same_place(run, torchrun, tmp_path):
     assert [group["step"] for group in states] == [steps[-1]] * len(
         states
     )  # lamb counts in its groups
-
-
-@e2e
-def test_another_configuration_is_refused_first(run, tmp_path):
-    assert run(*RESUMABLE, interrupted(132)).code == 130
-    before = files_of(tmp_path / "runs")
-    for option in (
-        "OPTIMIZER.LR=0.05",
-        "SCHEDULE.NAME=linear",
-        "EXPERIMENT.SEED=7",
-        "MODEL.norm=BatchNorm1d",
-    ):
-        outcome = run(*RESUMABLE, option)
-        assert outcome.code == 2
-        assert option.partition("=")[0] in outcome.err
-    assert files_of(tmp_path / "runs") == before
-    outcome = run(*RESUMABLE, "MODEL.drop=0.1", "TRAIN.CLIP_GRAD_NORM=null", "TRAIN.EMA.DECAY=0.5")
-    assert outcome.code == 0, outcome.err
-    for key in ("MODEL.drop", "TRAIN.CLIP_GRAD_NORM", "TRAIN.EMA.DECAY"):
-        assert key in outcome.out
 
 
 @e2e
@@ -445,15 +424,3 @@ def test_an_infinite_loss_is_found_before_the_next_checkpoint(run, tmp_path):
     assert (
         checkpoint_of(tmp_path / "runs/plain")["progress"]["step"] < 11
     )  # long before the first line is logged
-
-
-@e2e
-@pytest.mark.distributed
-def test_a_checkpoint_within_an_epoch_holds_all_ranks(torchrun, tmp_path):
-    options = ("TRAIN.CHECKPOINT_EVERY_STEPS=3", "DATA.BATCH_SIZE=1", *crashed("train", 30))
-    outcome = torchrun(2, *RESUMABLE, *options)
-    assert outcome.code != 0
-    content = checkpoint_of(tmp_path / "runs/plain")
-    assert 0 < content["progress"]["step"] < 40, outcome.err
-    assert len(content["rng"]) == 2
-    assert not torch.equal(content["rng"][0]["torch"], content["rng"][1]["torch"])

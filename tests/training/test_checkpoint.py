@@ -20,7 +20,6 @@ from linnaeus.runtime.rng import seed_all
 from linnaeus.runtime.signals import Interrupted, StopRequest
 from linnaeus.training.checkpoint import (
     CheckpointFolder,
-    TrainingProgress,
     TrainingState,
     load_checkpoint,
 )
@@ -135,23 +134,6 @@ def test_code_in_a_file_is_not_run(tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_checkpoint_with_all_of_its_entries_is_used(tmp_path):
-    """The negative control."""
-    path = tmp_path / "last.pt"
-    newest = whole(
-        config={"MODEL": {}},
-        model_spec={},
-        plan={},
-        environment={},
-        state={"model": {}},
-        micro_batch_limit=8,
-        progress=vars(TrainingProgress(2, 8, 5, [(0.5, -1.0, 5)], {"top1": 0.5}, 3.5)),
-    )
-    for content in (newest, whole()):
-        torch.save(content, path)
-        assert load_checkpoint(path).keys() == content.keys()
-
-
 @pytest.mark.parametrize("part", ["model", "optimizer", "scaler", "ema"])
 @pytest.mark.parametrize("content", [{"scale": 1.0}, {"param_groups": [5], "state": 3}])
 def test_a_state_that_does_not_fit_is_a_checkpoint_error(part, content):
@@ -242,23 +224,6 @@ def test_a_full_disk_keeps_the_checkpoints_there_are(checkpoints):
 
 
 # --- what a resumed run keeps of it ---
-
-
-def test_learning_rate_and_weight_decay_are_those_of_the_configuration(
-    checkpoints,
-):
-    state, other = make_state(), make_state()
-    train(state, 2)
-    saved = state.state_dict()
-    saved["optimizer"]["param_groups"][0] |= {"counter_of_the_optimizer": 5}
-    [group] = other.optimizer.param_groups
-    group["lr"], group["weight_decay"] = 0.7, 0.25
-    other.load_state_dict(saved)
-    [group] = other.optimizer.param_groups
-    assert (group["lr"], group["weight_decay"], group["counter_of_the_optimizer"]) == (0.7, 0.25, 5)
-    assert bits(other.optimizer.state_dict()["state"]) == bits(
-        state.optimizer.state_dict()["state"]
-    )
 
 
 def test_the_state_is_read_once_and_let_go_of(checkpoints, monkeypatch):

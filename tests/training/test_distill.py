@@ -54,6 +54,11 @@ def test_the_loss_is_hintons_with_a_weight_per_level():
     ]
     expected = 0.3 * 2.0 + 0.7 * 16 * (0.25 * soft[0] + 0.75 * soft[1])
     torch.testing.assert_close(total, expected)
+    halves = [
+        found(torch.tensor(2.0), [level[rows] for level in outputs], inputs[rows])
+        for rows in (slice(3), slice(3, 6))
+    ]
+    torch.testing.assert_close(sum(halves) / 2, total)  # as on two ranks
     total.backward()
     assert student.scale.grad is not None
     assert teacher.scale.grad is None

@@ -1,7 +1,6 @@
 """An error that ends a run: what was trained before is saved, and the same command goes on from there."""
 
 import os
-import shutil
 
 import pytest
 import torch
@@ -161,17 +160,6 @@ def test_a_state_that_is_not_whole_is_not_saved(
     HalfUpdate.num_steps = 0
     assert run_in_child(*RUN, *options).code == 1
     assert checkpoint_of(tmp_path / "runs/plain")["progress"]["step"] == step
-
-
-def test_an_error_in_the_first_step_leaves_an_earlier_run(
-    run_in_child, whole, tmp_path, monkeypatch
-):
-    earlier = shutil.copytree(whole, tmp_path / "runs/whole")
-    before = (earlier / "checkpoints/last.pt").read_bytes()
-    monkeypatch.setenv(FAULT, "forward 1")
-    assert run_in_child(*RUN, f"{NAME}whole").code == 1
-    assert (earlier / "checkpoints/last.pt").read_bytes() == before
-    assert [path.name for path in earlier.parent.iterdir()] == ["whole"]
 
 
 @pytest.mark.e2e

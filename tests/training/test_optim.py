@@ -73,11 +73,6 @@ def test_a_users_optimizer_gets_the_parameters_and_plain_values():
     )
 
 
-def test_an_optimizer_written_as_partial_works_too():
-    node = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5}
-    assert isinstance(build_optimizer(node, make_model()), torch.optim.SGD)
-
-
 def test_every_group_is_scaled_and_a_factor_of_one_changes_no_bit():
     optimizer = build_optimizer(OptimizerConfig(LR=0.1 + 0.2, WEIGHT_DECAY=0.05), make_model())
     scale_values(optimizer, lr_scale=1.0, weight_decay_scale=1.0)

@@ -100,25 +100,6 @@ def make(config, *, lr=0.3, **plan):
     return optimizer, Schedule(config, optimizer, **plan)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_whole_positions_give_the_rates_of_torchs_own_schedule_bit_for_bit(name):
-    growth = lambda step: 1.0 if step >= 11 else 0.7  # noqa: E731
-    optimizer, schedule = make(
-        ScheduleConfig(name),
-        steps_per_epoch=[12, 12, 13],
-        warmup_steps=5,
-        batch_size_lr_factor=growth,
-    )
-    reference = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
-    factor = factor_of(name, total_steps=37, warmup_steps=5, min_fraction=0.01)
-    torchs = torch.optim.lr_scheduler.LambdaLR(reference, lambda step: factor(step) * growth(step))
-    for step in range(38):
-        schedule.apply(float(step))
-        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
-        reference.step()
-        torchs.step()
-
-
 TORCH, LOW = "torch.optim.lr_scheduler", {"MIN_LR_FRACTION": 0.02}
 LIBRARY = {
     "step": ({"STEP_EPOCHS": 2, "GAMMA": 0.3}, f"{TORCH}.StepLR", {"step_size": 14, "gamma": 0.3}),

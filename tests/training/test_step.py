@@ -2,7 +2,6 @@
 
 import math
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -215,24 +214,6 @@ def test_images_come_in_the_memory_format_of_the_model(channels_last):
 # --- what a step leaves behind ---
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_a_callback_sees_the_new_parameters_and_no_gradients(num_micro_batches):
-    model, batch = make_model(), make_batch()
-    expected = [
-        p - g for p, g in zip(parameters(model), gradients_by_hand(model, batch), strict=True)
-    ]
-    seen = []
-
-    def on_update(state):
-        assert_close(parameters(model), expected)
-        seen.append(all(parameter.grad is None for parameter in model.parameters()))
-
-    callbacks = {"own": SimpleNamespace(on_update=on_update)}
-    step = make_step(model, lr=1.0, callbacks=callbacks)
-    step(split(batch, num_micro_batches), num_micro_batches)
-    assert seen == [True]
-
-
 def test_the_average_stays_where_the_scaler_skips_a_step():
     model, batch = make_model(torch.float32), make_batch(dtype=torch.float32)
     ema = Ema(model, 0.5)
@@ -276,21 +257,3 @@ def test_gradients_are_exchanged_once_per_optimizer_step(process_group, num_micr
 
 
 # --- validation ---
-
-
-def test_validation_hands_on_outputs_targets_and_loss_and_changes_nothing():
-    model, batch = make_model().eval(), make_batch()
-    before = parameters(model)
-    seen = []
-    step = ValidationStep(
-        model, nn.CrossEntropyLoss(), Precision(CPU), lambda *args: seen.append(args)
-    )
-    step(batch)
-    [(outputs, targets, loss)] = seen
-    torch.testing.assert_close(outputs, model(batch.inputs).detach())
-    assert torch.equal(targets, batch.targets)
-    torch.testing.assert_close(loss, nn.functional.cross_entropy(outputs, targets))
-    assert not outputs.requires_grad
-    assert not loss.requires_grad
-    assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
-    assert all(parameter.grad is None for parameter in model.parameters())
