@@ -172,6 +172,7 @@ WEIGHTS = {
     "class": ("w.yaml", "family:\n  dgos: 3\n"),
     "level": ("w.yaml", "familie:\n  dogs: 3\n"),
     "value": ("w.yaml", "family:\n  dogs: many\n"),
+    "sign": ("w.yaml", "family:\n  dogs: -1\n"),
     "all 0": ("w.yaml", "family:\n  dogs: 0\n  cats: 0\n"),
     "no levels": ("w.yaml", "family: 3\n"),
     "YAML": ("w.yaml", "family: [\n"),
