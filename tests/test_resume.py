@@ -142,25 +142,6 @@ def test_the_result_has_the_best_of_each_metric(run, tmp_path):
     assert result["metrics"]["loss"] == losses[-1] > min(losses), "the last is not the best"
 
 
-@e2e
-def test_a_new_rate_is_taken_where_it_is_asked_for(run, tmp_path):
-    assert run(*RESUMABLE, interrupted(132)).code == 130
-    new = (
-        "OPTIMIZER.LR=0.05",
-        "OPTIMIZER.WEIGHT_DECAY=0.2",
-        "SCHEDULE.NAME=constant",
-        "TRAIN.RESUME_WITH=lr",
-    )
-    outcome = run(*RESUMABLE, *new)
-    assert outcome.code == 0, outcome.err
-    folder = tmp_path / "runs/plain"
-    assert set(curve(folder)[1][20:]) == {0.05}
-    groups = checkpoint_of(folder)["state"]["optimizer"]["param_groups"]
-    assert sorted(group["weight_decay"] for group in groups) == [0, 0.2]
-    assert checkpoint_of(folder)["config"]["OPTIMIZER"]["LR"] == 0.05
-    assert run(*RESUMABLE, *new[:3], "TRAIN.EPOCHS=4").code == 0  # it is the checkpoint's rate now
-
-
 FAILING = {
     "weights": ("MODEL._target_=linnaeus.models.build.build_model", "MODEL.nothing=1"),
     "data": (f"{DATASET}._target_=tests.nowhere.Missing",),
@@ -193,21 +174,6 @@ def test_a_start_that_fails_leaves_the_earlier_run_alone(run, tmp_path, reason, 
     after = files_of(tmp_path / "runs")
     assert after == before
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["plain"]
-
-
-@e2e
-def test_a_resumed_run_that_fails_at_once_stays_as_it_was(run, tmp_path):
-    options = (*FRESH, "TRAIN.AUTO_RESUME=True", "TRAIN.EPOCHS=2")
-    assert run(*FRESH).code == 0
-    before = files_of(tmp_path / "runs")
-    assert run(*options, *crashed("train", 3)).code == 1
-    assert files_of(tmp_path / "runs") == before
-    assert (
-        run(*options, *crashed("train", 12)).code == 1
-    )  # the negative control: it has trained one step
-    after = files_of(tmp_path / "runs")
-    assert "plain/result.json" not in after
-    assert after["plain/config.yaml"] != before["plain/config.yaml"]
 
 
 @e2e

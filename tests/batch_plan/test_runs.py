@@ -186,14 +186,6 @@ def found_in(folder):
 
 
 @pytest.mark.e2e
-def test_the_search_stops_at_the_share_asked_for(run, tmp_path):
-    outcome = run(*SEARCH, "TRAIN.EFFECTIVE_BATCH_SIZE=24", "DATA.NUM_WORKERS=1")
-    assert outcome.code == 0, outcome.err
-    found = found_in(tmp_path / "runs/plain")
-    assert (found["batch_size"], found["limited_by"]) == (24, "effective_batch")
-
-
-@pytest.mark.e2e
 def test_the_micro_batches_of_the_plan_have_run(run, tmp_path):
     options = (
         *SEARCH,

@@ -264,7 +264,7 @@ def test_slurm_is_asked_once_and_without_an_answer_a_job_lives(tmp_path, monkeyp
 def test_of_several_that_see_a_dead_holder_one_takes_the_folder(tmp_path):
     """Each winner dies without giving its claim back, and the others try again."""
     folder = tmp_path / "r1"
-    for _ in range(5):
+    for _ in range(3):
         reader, writer = os.pipe()
         barrier, go = os.pipe()
         children = []

@@ -79,13 +79,6 @@ def test_the_average_follows_every_step_and_is_what_validates():
     assert not all(same)
 
 
-def test_gradient_checkpointing_is_switched_on_in_the_backbone():
-    on, off = assembled(GRADIENT_CHECKPOINTING=True), assembled()
-    assert on.model.backbone.grad_checkpointing is True
-    assert off.model.backbone.grad_checkpointing is False
-    torch.testing.assert_close(on.train_step([make_batch()]), off.train_step([make_batch()]))
-
-
 @pytest.mark.parametrize("compile_model", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_compile_is_a_switch_that_keeps_the_names_of_the_weights(compile_model):
     parts = assembled(COMPILE=compile_model, EMA=EmaConfig(ENABLED=True))
