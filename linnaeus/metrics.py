@@ -20,7 +20,7 @@ def score(metric: str, value: float) -> float:
     return value if larger_is_better(metric) else -value
 
 
-def rank_of(
+def sort_key(
     metric: str, values: Mapping[str, float | None], place: float
 ) -> tuple[float, float, float] | None:
     """Return the score, the negated loss and the place of a validation: the largest tuple is the best.
@@ -28,7 +28,7 @@ def rank_of(
     Of equal values of the metric, the smaller loss wins, then the later place. None if there is no value.
 
     >>> validations = [{"top1": 0.5, "loss": 2.0}, {"top1": 0.5, "loss": 1.0}, {"top1": None}]
-    >>> [rank_of("top1", values, epoch) for epoch, values in enumerate(validations, start=1)]
+    >>> [sort_key("top1", values, epoch) for epoch, values in enumerate(validations, start=1)]
     [(0.5, -2.0, 1), (0.5, -1.0, 2), None]
     """
     value, loss = values.get(metric), values.get("loss")

@@ -20,7 +20,7 @@ import yaml
 from linnaeus.cli.tables import cell, save_figures, shortened, table
 from linnaeus.config.dump import PLAN
 from linnaeus.config.keys import KEYS, dotted, suggest
-from linnaeus.metrics import larger_is_better, rank_of, score
+from linnaeus.metrics import larger_is_better, score, sort_key
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import CONFIG, METRICS, RESULT, finite, read_json, read_text
 from linnaeus.runtime.run_folder import OUTPUT, RUN, State, last_line, read_result, read_state
@@ -112,8 +112,8 @@ class Row:
 
     def best(self, metric: str) -> tuple[float, float] | None:
         """The best value and its epoch, as the run ranks them; None where no value is finite."""
-        ranks = (rank_of(metric, values, epoch) for epoch, values in self.history.items())
-        best = max(filter(None, ranks), default=None)
+        keys = (sort_key(metric, values, epoch) for epoch, values in self.history.items())
+        best = max(filter(None, keys), default=None)
         return None if best is None else (score(metric, best[0]), best[2])
 
     def figures(self, metrics: Sequence[str]) -> dict[str, Any]:

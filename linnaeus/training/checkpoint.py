@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.config.schema import EarlyStoppingConfig
-from linnaeus.metrics import rank_of
+from linnaeus.metrics import sort_key
 from linnaeus.models.shards import (
     METADATA,
     ShardsReader,
@@ -125,8 +125,8 @@ class TrainingProgress:
         return [int(step) for *_, step in self.best]
 
     def rank(self, metric: str, values: Mapping[str, float], keep: int) -> None:
-        """Enter a validation among the best ones by a metric, of which at most `keep` stay; see `rank_of`."""
-        entry = rank_of(metric, values, self.step)
+        """Enter a validation among the best ones by a metric, of which at most `keep` stay; see `sort_key`."""
+        entry = sort_key(metric, values, self.step)
         if entry is None:
             return
         self.best = sorted([*self.best, entry], reverse=True)[:keep]

@@ -213,16 +213,20 @@ class Trainer:
         if self._splits and self.world.is_distributed:
             self.recording.open()  # the first step may end with a checkpoint
         with self._errors_explained():
-            with self.stop.deferred(), self.progress_bar, self._saved_on_error():
-                while not (self._is_over or self.stop.stop_signal):
-                    self.train_epoch()
-                    if not self.stop.stop_signal:
-                        self._end_epoch()
-                self.recording.open()
-                if self.stop.stop_signal:
-                    self._save()
-                elif self.progress.validated != self.progress.step:
-                    self._end_epoch()  # resumed at the end, before its validation
+            with self.stop.deferred(), self.progress_bar:
+                try:
+                    while not (self._is_over or self.stop.stop_signal):
+                        self.train_epoch()
+                        if not self.stop.stop_signal:
+                            self._end_epoch()
+                    self.recording.open()
+                    if self.stop.stop_signal:
+                        self._save()
+                    elif self.progress.validated != self.progress.step:
+                        self._end_epoch()  # resumed at the end, before its validation
+                except Exception as error:
+                    self._save_before_ending(error)
+                    raise
             self.checkpoints.wait()
             test = None if self.stop.stop_signal else self._test()
         return FitResult(
@@ -250,15 +254,6 @@ class Trainer:
                 raise
             traceback.clear_frames(error.__traceback__)  # the message needs memory too
             raise self._out_of_memory.between_steps(error, self.progress.step) from error
-
-    @contextmanager
-    def _saved_on_error(self) -> Iterator[None]:
-        """Context that saves the last completed step when an error ends it."""
-        try:
-            yield
-        except Exception as error:
-            self._save_before_ending(error)
-            raise
 
     def _save_before_ending(self, error: Exception) -> None:
         """Save the last completed step when an error ends the run.
@@ -568,7 +563,8 @@ class Trainer:
                 self.progress = before
                 self.schedule.load_state_dict(schedule)
         is_due = is_end and epoch % self.config.CHECKPOINT_EVERY == 0
-        if is_complete and (self._is_over or self._is_ranked or is_due):
+        is_ranked = self.progress.step in self.progress.best_steps
+        if is_complete and (self._is_over or is_ranked or is_due):
             self._save()
 
     @property
@@ -598,11 +594,6 @@ class Trainer:
             return self.plan.parts(progress.epoch, progress.samples, every)
         done = int(progress.step % every)
         return done == 0, int(every) - done
-
-    @property
-    def _is_ranked(self) -> bool:
-        """Whether the last step's validation is among the best ones."""
-        return self.progress.step in self.progress.best_steps
 
     def _validate(self) -> None:
         """Validate and log.
