@@ -125,7 +125,7 @@ class TrainingProgress:
         return [int(step) for *_, step in self.best]
 
     def rank(self, metric: str, values: Mapping[str, float], keep: int) -> None:
-        """Enter a validation among the best ones by a metric, of which at most `keep` stay; see `sort_key`."""
+        """Enter a validation among the best ones, of which at most `keep` stay; see `sort_key`."""
         entry = sort_key(metric, values, self.step)
         if entry is None:
             return
