@@ -179,7 +179,7 @@ def names_of_gathered(model):
     }
 
 
-def trained(world, how, *argv, num_steps=NUM_STEPS):
+def trained(world, how, *argv, num_steps=FEW):
     """The tensors at the start and in the end, the loss of each step; what a validation leaves gathered."""
     config = load_config([*COMMON, *argv, f"DIST.SHARDING={how}"]).config
     seed_all(0)
@@ -243,11 +243,15 @@ def work(rank, folder):
         two_nodes = dataclasses.replace(world, local_world_size=num_ranks // 2)
         for (name, argv), how in product(CASES.items(), WAYS[num_ranks]):
             with nullcontext() if name == "vit, float32" else double():
-                results[name, how] = trained(two_nodes if how == "hybrid" else world, how, *argv)
+                results[name, how] = trained(
+                    two_nodes if how == "hybrid" else world,
+                    how,
+                    *argv,
+                    num_steps=NUM_STEPS if num_ranks > 2 else NUM_STEPS // 2,
+                )
         if num_ranks == 2:
             results |= {
-                name: trained(world, "full", *argv, num_steps=FEW)
-                for name, argv in (ROUNDED | PLACED).items()
+                name: trained(world, "full", *argv) for name, argv in (ROUNDED | PLACED).items()
             }
             results["wrong"] = {
                 name: raised(trained, world, "full", *argv) for name, argv in WRONG.items()
