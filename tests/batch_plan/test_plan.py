@@ -23,6 +23,18 @@ def effective_sizes(plan):
     ]
 
 
+@pytest.mark.parametrize(
+    ("size", "nearby"), [(130, 132), (132, None), (64, None), (2 * 67, 138), (998, None)]
+)
+def test_an_effective_size_that_splits_badly_names_a_nearby_one(size, nearby):
+    facts = replace(FACTS, max_micro_batch_size=33, world_size=2, num_samples=1000)
+    notes = plan_of(facts, EFFECTIVE_BATCH_SIZE=size).notes
+    assert [str(nearby) in note for note in notes] == ([] if nearby is None else [True])
+    if nearby is not None:
+        plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=nearby)
+        assert (plan.notes, plan.accumulation_steps) == ((), -(-size // 66))
+
+
 @given(
     world_size=st.integers(1, 4),
     samples_per_rank=st.integers(1, 60),
