@@ -11,9 +11,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -52,8 +50,6 @@ MIB = 2**20
 ROOM_MIB = 80
 CPU = torch.device("cpu")
 NUMBERS = itertools.count()
-
-Step = Callable[[Any], object]
 
 
 def samples(n):

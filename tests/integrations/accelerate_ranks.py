@@ -1,7 +1,5 @@
 """Training loops with accelerate on one rank and on two, for `tests.helpers.processes`."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from typing import Any

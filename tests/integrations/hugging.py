@@ -1,7 +1,5 @@
 """Small trainers of transformers and TRL that need no download, and what a run of them leaves behind."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,7 +1,5 @@
 """Searches of trainers on several ranks, for `tests.helpers.processes`."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as torch_dist
 

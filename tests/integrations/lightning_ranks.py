@@ -1,7 +1,5 @@
 """Cases of the Lightning callback on two ranks, for `tests.helpers.processes`."""
 
-from __future__ import annotations
-
 import os
 import warnings
 

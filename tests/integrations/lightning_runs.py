@@ -1,9 +1,6 @@
 """Runs of Lightning's trainer for the tests: with AutoBatch, and with the size that it found by hand."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -356,7 +353,6 @@ def outcome(trainer, module):
     )
 
 
-Case = tuple[Callable[[int], Any], Callable[[int], tuple[Any, ...]], dict[str, Any]]
 """The module and what is handed to `fit`, for a batch size, and options of the trainer."""
 
 

@@ -1,7 +1,5 @@
 """AutoBatch in training loops with accelerate, in one process and in two."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("accelerate")

@@ -1,7 +1,5 @@
 """The callback for Lightning, in one process, against Lightning itself."""
 
-from __future__ import annotations
-
 import json
 import logging
 from types import SimpleNamespace

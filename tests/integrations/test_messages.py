@@ -1,9 +1,6 @@
 """What the integrations refuse, and the warnings that name a remedy, word by word."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -77,16 +74,6 @@ class Fixed(Net):
         return loader(8)
 
 
-class Iterating(Net):
-    def training_step(self, dataloader_iter):
-        return self.loss(next(dataloader_iter)[0])
-
-
-class Drawing(Net):
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        return [*batch, torch.ones(int(torch.randint(1, 99, ())))]
-
-
 class Doubling(Net):
     def train_dataloader(self):
         return loader(2 * self.batch_size)
@@ -111,7 +98,6 @@ def sampled():
     return DataLoader(data(), batch_sampler=BatchSampler(SequentialSampler(data()), 4, False))
 
 
-Fit = tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]]
 FITS = {
     "no attribute": (Net, (), {"batch_arg_name": "size"}),
     "a fixed size": (Fixed, (), {}),
@@ -119,8 +105,6 @@ FITS = {
     "a batch sampler": (Bare, (Made(lambda size: sampled()),), {}),
     "twice the size": (Doubling, (), {}),
     "several loaders": (Combining, (), {}),
-    "a size drawn in the transfer": (Drawing, (), {}),
-    "an iterator": (Iterating, (), {}),
     "a stream": (Streaming, (), {}),
     "accumulation by hand": (Manual, (), {"effective_batch_size": 8}),
     "an effective batch below the smallest": (

@@ -1,7 +1,5 @@
 """`autobatch` for the `Trainer` of transformers: what it finds, and that training is none the wiser."""
 
-from __future__ import annotations
-
 import runpy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`autobatch` for the trainers of TRL."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")

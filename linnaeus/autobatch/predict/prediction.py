@@ -75,11 +75,8 @@ class Prediction:
 
         Raises:
             UntraceableError: the step does other things at the second size, so its peak at others is a guess.
-            ValueError: the batch sizes are not in ascending order.
         """
         low, high = first.batch_size, second.batch_size
-        if not low < high:
-            raise ValueError(f"traces at {low} and {high}: not in ascending order")
         if [event[:2] for event in first.events] != [event[:2] for event in second.events]:
             raise UntraceableError(
                 f"the step runs other operations with {high} samples than with {low}, such as a loop over "

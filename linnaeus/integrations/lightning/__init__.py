@@ -11,7 +11,6 @@ size found, as it would with that size by hand.
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -201,7 +200,11 @@ class _Search:
         callback, trainer, module = self.callback, self.trainer, self.module
         name, val_name = callback._names["train"], callback._names["val"]
         effective, options = callback._effective_batch_size, callback._options
-        self._check()
+        if effective is not None and not module.automatic_optimization:
+            raise AutoBatchError(
+                f"AutoBatch: effective_batch_size is {effective}, but {type(module).__name__} optimizes "
+                "manually, and so accumulates gradients by itself; leave effective_batch_size out"
+            )
         if callback._cost is not None:
             self._find_budget(callback._cost)
             return
@@ -288,7 +291,6 @@ class _Search:
         known: int | None,
     ) -> int:
         trainer, loaders = self.trainer, self.loaders[mode]
-        loaders.check_transfer()
         source = "the run that is resumed"
         if mode == "val" and "val" not in self._earlier:
             source = "training, which it shares: val_batch_arg_name can name another attribute"
@@ -311,20 +313,6 @@ class _Search:
             bounds=bounds,
         )
         return self.results[mode].batch_size
-
-    def _check(self) -> None:
-        """Refuse what cannot be searched, apart from loaders."""
-        module, effective = type(self.module).__name__, self.callback._effective_batch_size
-        if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
-            raise AutoBatchError(
-                f"AutoBatch: training_step of {module} takes dataloader_iter, and so reads its batches by "
-                "itself; let it take batch"
-            )
-        if effective is not None and not self.module.automatic_optimization:
-            raise AutoBatchError(
-                f"AutoBatch: effective_batch_size is {effective}, but {module} optimizes manually, and so "
-                "accumulates gradients by itself; leave effective_batch_size out"
-            )
 
 
 def _check_strategy(trainer: Any) -> None:

@@ -21,23 +21,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.integrations.budget import Ends, with_budget
-from linnaeus.integrations.samples import Largest, copied, shapes_in
+from linnaeus.integrations.samples import Largest, loading_of
 
 PROBE = 3
 """Size with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""
 
 Mode = Literal["train", "val"]
 
-_LOADING = (
-    "num_workers",
-    "prefetch_factor",
-    "pin_memory",
-    "multiprocessing_context",
-    "worker_init_fn",
-)
 _REMEDY = "give a function that makes the worst batch of n samples: make_batch="
-_NUM_TRANSFERS = 8
-"""Transfers of a batch whose shapes are compared."""
 
 
 class Loaders:
@@ -109,7 +100,7 @@ class Loaders:
                 remedy=_REMEDY,
                 timeout_minutes=self._options["timeout_minutes"],
                 device=self._trainer.strategy.root_device,
-                **{name: getattr(loader, name) for name in _LOADING},
+                **loading_of(loader),
             )
             for loader, _ in self._loaders
         ]
@@ -137,23 +128,6 @@ class Loaders:
             yield self._make_batch(size), 0
         for number, (look, (_, fixed)) in enumerate(zip(self.looks, self._loaders, strict=False)):
             yield look.batch(fixed or size), number
-
-    def check_transfer(self) -> None:
-        """Refuse hooks that draw the size of a batch when it is transferred to the device.
-
-        Raises:
-            AutoBatchError: transfers of the same batch differ in shape.
-        """
-        transfer = self._trainer.strategy.batch_to_device
-        for batch, number in self.batches(2):
-            moved = (transfer(copied(batch), dataloader_idx=number) for _ in range(_NUM_TRANSFERS))
-            if len(set(map(shapes_in, moved))) == 1:
-                continue
-            raise AutoBatchError(
-                "AutoBatch: on_after_batch_transfer or another hook of the transfer gives the same batch two "
-                "sizes, so the largest is not known; draw the size in the collate function, and give "
-                "make_batch="
-            )
 
     def set_size(self, size: int) -> None:
         """Set the attribute from which the loaders take their size; also what loggers write down of it."""
