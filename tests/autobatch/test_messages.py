@@ -163,7 +163,6 @@ def bad_arguments():
     )
     bounds = {"min_size": 9, "max_size": 15, "multiple_of": 8}
     yield "no multiple within the bounds", raised(find_largest, int, budget_bytes=1, **bounds)
-    yield "a record without a size", raised(TrialRecord, 0, "fits", 1, 0.0)
 
 
 class Forgetful:

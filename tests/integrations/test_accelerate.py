@@ -57,10 +57,6 @@ def test_batches_of_trials_hold_the_longest_samples(one):
     assert one["lengths"] == [56]
 
 
-def test_a_batch_may_hold_a_sparse_tensor(one):
-    assert one["sparse"] == 4
-
-
 def test_a_trial_holds_its_batch_as_long_as_a_loop_does(one):
     assert one["alive"] == [True, True]
 

@@ -106,6 +106,8 @@ FITS = {
     "twice the size": (Doubling, (), {}),
     "several loaders": (Combining, (), {}),
     "a stream": (Streaming, (), {}),
+    "a cost that is no column": (Net, (), {"cost": "length"}),
+    "a cost of nothing": (Net, (), {"cost": [0] * len(data())}),
     "accumulation by hand": (Manual, (), {"effective_batch_size": 8}),
     "an effective batch below the smallest": (
         Net,
@@ -119,6 +121,7 @@ ARGUMENTS = (
     {"max_batch_size": "4"},
     {"strategy": "ball"},
     {"min_batch_size": 5, "val_options": {"max_batch_size": 4}},
+    {"cost": "length", "effective_batch_size": 8},
 )
 
 
@@ -188,6 +191,8 @@ WRONG = (
     {"eval_samples": {"input_ids": [5]}, "evaluation": True},
     {"effective_batch_size": 64, "multiple_of": 24, "max_batch_size": 30},
     {"effective_batch_size": 204},
+    {"budget": "pixels"},
+    {"budget": "tokens", "effective_batch_size": 8},
 )
 
 

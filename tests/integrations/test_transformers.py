@@ -302,14 +302,6 @@ def test_batches_of_a_budget_of_tokens_hold_every_sample_once(tmp_path, strategy
     assert not {"weights", "moments", "schedule"} & {*differences(ours, again)}
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"budget": "pixels"}, {"effective_batch_size": 8}, {"samples": [Text()[0]]}]
-)
-def test_a_budget_takes_no_number_of_samples(wrong):
-    with pytest.raises(ValueError, match="budget"):
-        autobatch(trainer(), **{"budget": "tokens", **wrong})
-
-
 def test_no_size_is_above_the_samples():
     made = trainer()
     made.train_dataset = torch.utils.data.Subset(Text(), range(5))

@@ -17,9 +17,6 @@ a parabola through them and 0 where it grows much faster. At any other batch siz
 are replayed through a model of the caching allocator. That includes fragmentation, which a line through the
 two peaks does not.
 
-A step is traced as it would run now: `torch.backends.cudnn.benchmark` counts, since with it the first step
-empties the allocator's cache again and again, and later steps find no leftovers of the first.
-
 For a model that is built for this only, build model and optimizer inside `with torch.device("meta")`;
 otherwise pass the existing objects as `state`: they are put on `meta` meanwhile.
 """
@@ -226,8 +223,6 @@ def replay(events: Iterable[Event], limit_bytes: float = math.inf) -> CachingAll
         if kind == "release":
             if storage in blocks:
                 allocator.free(blocks.pop(storage))
-        elif kind == "flush":
-            allocator.empty_cache()
         elif num_bytes:
             with contextlib.suppress(*[OutOfMemory] if label == CONV_WORKSPACE else []):
                 blocks[storage] = allocator.allocate(num_bytes, stream)
