@@ -50,20 +50,15 @@ def small(**options):
     return AutoBatch(**{"max_batch_size": LARGE, "steps_per_trial": 2, **options})
 
 
-def as_tuple(given):
-    return given if isinstance(given, tuple) else (given,)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_a_run_with_the_size_by_hand(name):
     callback, (module, given, options) = small(), CASES[name]
     options = dict(options)
     others = options.pop("callbacks", list)
-    searched = fit(module(4), *as_tuple(given(4)), callbacks=[*others(), callback], **options)
+    searched = fit(module(4), *given(4), callbacks=[*others(), callback], **options)
     assert callback.batch_size == LARGE
-    sizes = LARGE, callback.val_batch_size or LARGE
-    loaders = given(LARGE) if given is not Data else Data(*sizes)
-    by_hand = fit(module(LARGE), *as_tuple(loaders), callbacks=others(), **options)
+    loaders = given(LARGE, callback.val_batch_size or LARGE)
+    by_hand = fit(module(LARGE), *loaders, callbacks=others(), **options)
     assert searched["progress"]["epoch_progress"]["total"]["completed"] >= 1
     assert differences(searched, by_hand) == []
 
@@ -436,12 +431,8 @@ def checkpoint(folder, module=None, **options):
     return path
 
 
-@pytest.mark.usefixtures("few_timed_steps")
-class Constant(Single):
+class Constant(Plain, Single):
     """Without a schedule that ends."""
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
 
 
 @pytest.mark.parametrize("steps", [1, 3])

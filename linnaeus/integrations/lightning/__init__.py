@@ -266,7 +266,6 @@ class _Search:
             run,
             {**options, "max_batch_size": UNBOUNDED},
             self._earlier.get("train"),
-            "the run that is resumed",
             control=self.control,
             state=self._state,
             device=trainer.strategy.root_device,
