@@ -71,6 +71,8 @@ FULL_FRACTION = 0.97
 """Above this fraction of the device, or of a limit, a search warns that its budget leaves no room."""
 CONFIRMATION_GRACE_S = 30.0
 """Time beyond the deadline of a search in which the size found is confirmed, or others below it tried."""
+LEAK_TRIALS = 4
+"""Trials of the smallest size that all have to keep tensors before a step is said to leak."""
 NOTABLE_VARIATION = 0.02
 """Fraction by which peaks of equal steps have to differ, or the peak of a larger size to be smaller, for the
 memory of a step to be called varying."""
@@ -212,6 +214,7 @@ class BatchSizeFinder:
             low, high = NEARLY_FULL * self.budget_bytes, NEARLY_FULL * before_bytes
             self._forget(lambda trial: low < (trial.peak_bytes or 0) <= high)
         self._outside_at_start, self._held_at_start = self.memory.outside(), self.held_bytes
+        self._kept_at_start = self.memory.tensor_bytes(), self._runner.num_calls
         self._observer.search_started(self._limits(fraction))
         found: SearchResult | None = None
         while found is None:
@@ -250,16 +253,13 @@ class BatchSizeFinder:
                 sized(found.size, self._unit).capitalize(),
             )
             found = replace(found, certified=False)
-        if self._has_grown():  # perhaps by the last batch alone, in whose place comes a small one
-            self._observer.trial_started(self.min_size, "warm-up")
-            with contextlib.suppress(OutOfMemory):
-                self._runner(self.min_size)
         if self._has_grown():  # no part of `state` holds it
+            self._check_leak()
+        if self._has_grown():  # by more than the last batch
             logger.warning(
                 "warning: the process holds %s more than when the search began, although each trial is "
-                "undone: the step keeps tensors from call to call. Fill a cache of bounded size before the "
-                "search. With a list of outputs or losses no batch size fits for long: append .item() or "
-                ".detach().cpu() instead",
+                "undone: the step keeps tensors from call to call, as a cache does. Tensors that it keeps "
+                "only in training come on top of the peak of a trial",
                 in_units(self.held_bytes - self._held_at_start),
             )
         result = self._result(found, time.monotonic() - started)
@@ -394,6 +394,37 @@ class BatchSizeFinder:
         grown_bytes = self.held_bytes - self._held_at_start
         room_bytes = max(self.budget_bytes - self._held_at_start, 0)
         return grown_bytes > NOTABLE_GROWTH * room_bytes + self.memory.placement_bytes
+
+    def _check_leak(self) -> None:
+        """Raise if the step keeps more tensors with every call: in training, no size fits for long.
+
+        A cache that is full grows no more. So the smallest size runs again, with the whole device as its
+        budget. A leak grows by as much per sample as in the search, or by as much per call. Growth that is
+        less, as by losses in a list, does not explain the memory held.
+        """
+        kept_bytes, num_calls = self._kept_at_start
+        num_calls = max(self._runner.num_calls - num_calls, 1)
+        per_call = (self.memory.tensor_bytes() - kept_bytes) / num_calls
+        largest = max((trial.size for trial in self.trials), default=self.min_size)
+        self._runner.budget_bytes = self.memory.budget(1.0, None)
+        for _ in range(LEAK_TRIALS):
+            kept_bytes, num_calls = self.memory.tensor_bytes(), self._runner.num_calls
+            self._observer.trial_started(self.min_size, "warm-up")
+            try:
+                self._runner(self.min_size)
+            except OutOfMemory:  # the device is full: no size is left to find
+                continue
+            grown = self.memory.tensor_bytes() - kept_bytes
+            num_calls = self._runner.num_calls - num_calls
+            if grown <= 0 or grown / num_calls * largest < per_call * self.min_size:
+                self._runner.budget_bytes = self.budget_bytes
+                return
+        raise AutoBatchError(
+            f"AutoBatch ({self.mode}): the step keeps {in_units(per_call)} of tensors more after each "
+            "call (the mean over all trials), so no batch size fits for long. It may append outputs or "
+            "losses to a list: append .item() or .detach().cpu() instead, or clear the list. Fill a cache of "
+            "bounded size before the search."
+        )
 
     def _warn_about_promise(self, fraction: float) -> None:
         """Warn, once for each cause, that training may need more memory than a trial of its size."""

@@ -13,11 +13,12 @@ from torch import Tensor
 
 def leaves(nest: Any) -> Iterator[Any]:
     """Yield everything in a nest that is not a tuple, list or mapping, in order."""
-    if isinstance(nest, tuple | list):
+    if isinstance(nest, Mapping):
+        for value in nest.values():
+            yield from leaves(value)
+    elif isinstance(nest, tuple | list):
         for value in nest:
             yield from leaves(value)
-    elif isinstance(nest, Mapping):
-        yield from leaves(list(nest.values()))
     else:
         yield nest
 

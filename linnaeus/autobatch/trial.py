@@ -102,6 +102,7 @@ class TrialRunner:
         is_steady: whether equal steps allocate equal memory, as far as the warm-up shows. If not, trials take
             more steps, and the largest peak counts.
         varies_by: by size, the fraction by which the peaks of equal steps differed; empty if steady.
+        num_calls: calls of the step so far.
     """
 
     step: Callable[[Any], object]
@@ -131,8 +132,9 @@ class TrialRunner:
         self._is_prepared = self.training
         self._largest_fitted = 0
         self._sizes_given: set[int] = set()
-        self._shapes_given: set[tuple[int, ...]] = set()  # of a sample
+        self._kinds_given: set[tuple[int, ...]] = set()
         self._num_retries = 0
+        self.num_calls = 0
         self.is_steady = True
         self.varies_by: dict[int, float] = {}
         self._allocations_vary_by = 0.0
@@ -267,6 +269,7 @@ class TrialRunner:
                         if number >= last:
                             stack.enter_context(_measured(memory, stepped, further))
                         self.step(self._batch(size))
+                    self.num_calls += 1
                     if self.training and number == 0:
                         for optimizer in self._optimizers:
                             if optimizer not in stepped:
@@ -279,6 +282,7 @@ class TrialRunner:
                     empty_cache(memory.device)
                     for _ in range(self.num_steps):
                         self.step(self.make_batch(size))
+                        self.num_calls += 1
                 synchronize(memory.device)  # errors of kernels belong to this trial
             peak_bytes = max([memory.peak(), *(step.peak_before for step in further)])
         if further:
@@ -293,8 +297,8 @@ class TrialRunner:
     def _batch(self, size: int) -> Any:
         """Make a batch, and notice where `make_batch` has no more samples.
 
-        A first dimension counts samples if it was the size of a smaller batch. Fewer samples than asked for
-        are all if twice the size gives no more.
+        A first dimension counts samples if it was the size in a smaller batch, with as many tensors and the
+        same shape otherwise, and grows. Fewer samples than asked for are all if twice the size gives no more.
         """
         batch = self.make_batch(size)
         given = self._num_given(batch, size)
@@ -308,13 +312,14 @@ class TrialRunner:
     def _num_given(self, batch: Any, size: int) -> int:
         """Samples in a batch of a size: the size, where nothing says that there are fewer."""
         shapes = [tensor.shape for tensor in nest.tensors(batch) if tensor.ndim]
-        if whole := {shape[1:] for shape in shapes if shape[0] == size}:
-            self._shapes_given |= whole
+        kinds = {shape: (len(shapes), *shape[1:]) for shape in shapes}
+        if any(shape[0] == size for shape in shapes):
             self._sizes_given.add(size)
+            self._kinds_given.update(kinds.values())
             return size
         least = max(self._sizes_given, default=0) + (len(self._sizes_given) < 2)
-        counts = (shape[0] for shape in shapes if shape[1:] in self._shapes_given)
-        return max((n for n in counts if least <= n < size), default=size)
+        given = (shape[0] for shape in shapes if kinds[shape] in self._kinds_given)
+        return max((number for number in given if least <= number < size), default=size)
 
     def _time_steps(self, size: int) -> list[float]:
         seconds: list[float] = []

@@ -160,13 +160,38 @@ def test_steps_that_differ_without_a_higher_peak_are_certified(name):
     assert len(set(sizes)) == len(sizes), "no size ran again"
 
 
-@pytest.mark.parametrize(("num_kept", "is_said"), [(0, False), (1, False), (8, True), (None, True)])
-def test_a_step_that_keeps_more_than_its_last_batch_is_named(num_kept, is_said, caplog):
-    """A cache of several batches, or a list of all of them."""
-    kept = deque([torch.empty(1, WIDTH)] * bool(num_kept), num_kept)
-    find_on_cpu(lambda batch: kept.append(batch), make_batch, **room(100))
-    assert any("from call to call" in text for text in caplog.messages) == is_said
-    kept.clear()  # later tests measure what is held
+@pytest.mark.parametrize("extra_mib", [20, 400])
+@pytest.mark.parametrize("kept", [lambda batch: batch * 3, lambda batch: batch[:1] * 3])
+def test_a_step_that_keeps_every_output_has_no_size(kept, extra_mib):
+    outputs = []
+    with pytest.raises(AutoBatchError, match=r"[\d.]+ MiB"):
+        find_on_cpu(lambda batch: outputs.append(kept(batch)), make_batch, **room(extra_mib))
+    outputs.clear()  # the traceback holds them, and later tests measure what is held
+
+
+@pytest.mark.parametrize("num_kept", [0, 3])
+def test_a_cache_that_is_full_is_no_leak(num_kept):
+    """The numbers beside it grow with each call, but do not explain what is held."""
+    outputs = deque([torch.empty(1, WIDTH)] * num_kept, num_kept)
+    buffers = {}
+    losses = []
+
+    def step(batch):
+        buffers.setdefault(0, torch.ones(8, WIDTH))
+        outputs.append(batch * 3)
+        losses.append(outputs[-1].sum() if outputs else torch.zeros(1))
+
+    result = find_on_cpu(step, make_batch, **room(100))
+    assert result.batch_size > 1
+    assert result.certified or num_kept
+
+
+@pytest.mark.parametrize(("num_kept", "is_said"), [(1, False), (8, True)])
+def test_the_last_batch_alone_is_no_growth(num_kept, is_said, caplog):
+    """A cache of several batches is."""
+    last = deque([torch.empty(1, WIDTH)], num_kept)
+    find_on_cpu(lambda batch: last.append(batch), make_batch, **room(100))
+    assert any(record.levelname == "WARNING" for record in caplog.records) == is_said
 
 
 @pytest.mark.parametrize(

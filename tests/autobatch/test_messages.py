@@ -274,6 +274,7 @@ def test_messages(golden, caplog, monkeypatch):
         messages[title] = why_nothing_fits(**instead)
     messages["nothing fits in a run"] = in_keys(why_nothing_fits(True, min_batch_size=1), "train")
     messages["training before a validation"] = raised(in_a_run)
+    kept = []
     _warn_once.cache_clear()
     caplog.clear()
     search = partial(auto_find_batch_size, device="cpu", memory_limit_gb=limit_with_room_for(200))
@@ -285,9 +286,11 @@ def test_messages(golden, caplog, monkeypatch):
         record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
     ]
     messages["warnings"] = "\n".join(warnings)
+    leaking = partial(search, lambda batch: kept.append(make_batch(8)))
     caplog.clear()
     draw = itertools.cycle([1, 2, 3])
     bounds["max_batch_size"] = 30
     search(lambda batch: torch.empty(next(draw) * len(batch) * MIB // 4), make_batch, **bounds)
     messages["memory that varies"] = caplog.messages[-1]
+    messages["leak"] = raised(leaking, make_batch, **{**bounds, "max_batch_size": 8})
     golden("autobatch", messages)

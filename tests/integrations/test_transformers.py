@@ -224,6 +224,24 @@ def test_evaluation_counts_the_outputs_that_metrics_get(has_metrics):
     assert 0.9 * measured_bytes < ledger.peak_bytes <= 1.02 * measured_bytes
 
 
+class Keeping(Trainer):
+    """Each step adds an output to a list."""
+
+    outputs = []  # noqa: RUF012
+
+    def compute_loss(self, model, inputs, *arguments, **options):
+        self.outputs.append(torch.ones(len(inputs["input_ids"]), 2**15))
+        return super().compute_loss(model, inputs, *arguments, **options)
+
+
+def test_outputs_that_training_keeps_end_the_search():
+    made = trainer(Keeping)
+    with pytest.raises(AutoBatchError, match="keeps"):
+        autobatch(made, **room(50, max_batch_size=128)).train()
+    Keeping.outputs.clear()
+    assert made.args.per_device_train_batch_size == 8
+
+
 def test_a_new_model_is_searched_again():
     """As in `hyperparameter_search`."""
     widths = iter([32, 32, 256])

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,8 +15,6 @@ from torch import Tensor, UntypedStorage
 # Nothing public sees each operation.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only  # torch 2.11 has no public one
-
-from linnaeus.autobatch import nest
 
 aten = torch.ops.aten
 _FEW_BYTES = 1 << 20
@@ -110,7 +108,9 @@ def requested_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     0 without such a kernel, and for operations on small tensors.
     """
-    num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in nest.tensors((args, kwargs)))
+    num_bytes = sum(
+        tensor.numel() * tensor.itemsize for tensor in _tensors((*args, *kwargs.values()))
+    )
     if 0 < num_bytes < _FEW_BYTES or func.namespace != "aten":
         return 0
     try:
@@ -178,10 +178,19 @@ def num_compiled_graphs() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among arguments or outputs of an operation, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
 def _storages(*values: Any, on_meta: bool = False) -> list[UntypedStorage]:
     """The storages of all tensors among values that are on `meta`, or are not; two for a sparse one."""
     storages: list[UntypedStorage] = []
-    for leaf in nest.tensors(values):
+    for leaf in _tensors(values):
         if leaf.is_meta is on_meta:
             parts = (
                 (leaf._indices(), leaf._values()) if leaf.layout == torch.sparse_coo else (leaf,)

@@ -234,7 +234,7 @@ class Recorder(WatchingMode):
             return targets[0] if num_returned == 1 else tuple(targets) if num_returned else None
         name = func.__name__.partition(".")[0]
         self.last_operation = name
-        inputs = [each for each in nest.tensors((args, kwargs)) if each.is_meta]
+        inputs = [*_on_meta(args), *_on_meta(kwargs.values())]
         is_known = self.values.are_known(inputs)
         for tensor in inputs:
             storage = tensor.untyped_storage()
@@ -318,6 +318,16 @@ _MISSING = re.compile(r"\bmeta\b|\bdata-dependent\b", re.IGNORECASE)
 
 _MIXED = re.compile(r"is not on the expected device|two devices|devices, (meta|cpu)")
 """Found in torch's message about tensors on two devices."""
+
+
+def _on_meta(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors on `meta` among arguments, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_meta:
+                yield value
+        elif isinstance(value, list | tuple):
+            yield from _on_meta(value)
 
 
 # --- kernels that hold memory beside their outputs ---

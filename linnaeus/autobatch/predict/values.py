@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._pytree import tree_map_only  # torch 2.11 has no public one
+from torch.utils._pytree import tree_leaves, tree_map_only  # torch 2.11 has no public one
 
-from linnaeus.autobatch import nest
 from linnaeus.autobatch.predict.swap import UntraceableError
 
 MOST_ELEMENTS, MOST_FLOATS = 1 << 22, 1 << 12
@@ -64,7 +63,7 @@ class Values:
 
     def follow(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: Any) -> None:
         """Keep or forget the values of tensors that an operation has returned or written."""
-        found = [each for each in nest.tensors(outputs) if each.is_meta]
+        found = [each for each in _tensors(outputs) if each.is_meta]
         is_mutable, fresh = (
             func._schema.is_mutable,
             [each for each in found if not self.are_known([each])],
@@ -77,7 +76,7 @@ class Values:
                 RuntimeError, IndexError
             ):  # uninitialised: an index may be out of range
                 results = self.compute(func, args, kwargs)
-                for tensor, value in zip(nest.tensors(outputs), nest.tensors(results), strict=True):
+                for tensor, value in zip(_tensors(outputs), _tensors(results), strict=True):
                     if tensor.is_meta and not self.are_known([tensor]):
                         self.know(tensor, value)
                 return
@@ -93,9 +92,13 @@ def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """Yield the tensors that an operation writes to."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from nest.tensors(
+            yield from _tensors(
                 args[position] if position < len(args) else kwargs.get(argument.name)
             )
+
+
+def _tensors(nest: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor))
 
 
 class StandIn(float):
