@@ -101,6 +101,12 @@ def find_size(
     num_ranks = 1 if control is None else max(len(control.neighbours()), 1)
     most = min((look.host_bound(device, num_ranks) for look in looks), default=UNBOUNDED)
     bounds = {**(bounds or {}), "host_memory": most}
+    parameters = parameters_of(arguments["state"][0])
+    num_frozen = sum(each.numel() for each in parameters if not each.requires_grad)
+    if num_frozen and arguments.get("mode") != "val":
+        logger.info(
+            "AutoBatch: %d parameters are frozen now; sizes hold while they stay frozen", num_frozen
+        )
     options, margin = {**options, **arguments}, 1.0
     if known is None:  # the ranks look for as long as they may
         margin = of_main(control, max((look.margin for look in looks), default=1.0))

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import cycle, islice
 from numbers import Integral
@@ -290,8 +290,15 @@ def tensors_and_arrays(value: Any, depth: int = 4) -> Iterator[Any]:
         for part in value if is_list else value.values():
             yield from tensors_and_arrays(part, depth)
     elif depth and not isinstance(value, type | ModuleType | torch.nn.Module):
-        content = tensors_and_arrays(getattr(value, "__dict__", {}), depth - 1)
-        yield from (each for each in content if hasattr(each, "shape"))
+        names = [field.name for field in fields(value)] if is_dataclass(value) else ()  # with slots
+        content = {
+            **getattr(value, "__dict__", {}),
+            **{name: getattr(value, name) for name in names},
+        }
+        found = [each for each in tensors_and_arrays(content, depth - 1) if hasattr(each, "shape")]
+        yield from (
+            found or tensors_and_arrays(value.to_dict(), 0) if hasattr(value, "to_dict") else found
+        )
 
 
 def shapes_in(batch: Any) -> Shapes:

@@ -4,6 +4,7 @@ import gc
 import itertools
 import random
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -169,10 +170,31 @@ class Graph:
         self.x = x
 
 
-def test_batches_that_are_objects_are_looked_into():
-    graphs = [Graph(torch.ones(10 + 37 * index % 90, 4)) for index in range(200)]
-    largest = Largest(graphs, lambda batch: Graph(torch.cat([graph.x for graph in batch])))
-    sizes = [len(graphs[index].x) for index in largest.indices(200)]
+@dataclass
+class Plain:
+    x: torch.Tensor
+
+
+class Hidden:
+    """An object that gives its content on request alone."""
+
+    __slots__ = ("_x",)
+
+    def __init__(self, x):
+        self._x = x
+
+    def to_dict(self):
+        return {"x": self._x}
+
+
+@pytest.mark.parametrize("kind", [Graph, Plain, Hidden])
+def test_batches_that_are_objects_are_looked_into(kind):
+    def rows_of(graph):
+        return graph.to_dict()["x"] if kind is Hidden else graph.x
+
+    graphs = [kind(torch.ones(10 + 37 * index % 90, 4)) for index in range(200)]
+    largest = Largest(graphs, lambda batch: kind(torch.cat([rows_of(each) for each in batch])))
+    sizes = [len(rows_of(graphs[index])) for index in largest.indices(200)]
     assert sizes == sorted(sizes, reverse=True)
 
 

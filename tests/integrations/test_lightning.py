@@ -355,6 +355,16 @@ def test_layers_that_a_callback_unfreezes_later_are_trained_in_trials():
     assert grown[0] == pytest.approx(grown[1], rel=0.01)
 
 
+def test_frozen_parameters_are_named_in_one_line(caplog):
+    caplog.set_level(logging.INFO, "linnaeus.autobatch")
+    for num_frozen in (0, 17 * 2**16):
+        module = Backbone()
+        module.backbone.requires_grad_(not num_frozen)
+        fit(module, callbacks=[small()], max_epochs=1, limit_train_batches=1)
+        lines = [each.message for each in caplog.records if "frozen" in each.message]
+        assert [str(num_frozen) in line for line in lines] == [True] * bool(num_frozen)
+
+
 def test_accumulation_that_a_schedule_begins_later_is_in_trials():
     class Counted(Plain):
         num_calls = 0

@@ -74,6 +74,16 @@ class Fixed(Net):
         return loader(8)
 
 
+class Iterating(Net):
+    def training_step(self, dataloader_iter):
+        return self.loss(next(dataloader_iter)[0])
+
+
+class Drawing(Net):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [*batch, torch.ones(int(torch.randint(1, 99, ())))]
+
+
 class Doubling(Net):
     def train_dataloader(self):
         return loader(2 * self.batch_size)
@@ -105,6 +115,8 @@ FITS = {
     "a batch sampler": (Bare, (Made(lambda size: sampled()),), {}),
     "twice the size": (Doubling, (), {}),
     "several loaders": (Combining, (), {}),
+    "a size drawn in the transfer": (Drawing, (), {}),
+    "an iterator": (Iterating, (), {}),
     "a stream": (Streaming, (), {}),
     "a cost that is no column": (Net, (), {"cost": "length"}),
     "a cost of nothing": (Net, (), {"cost": [0] * len(data())}),

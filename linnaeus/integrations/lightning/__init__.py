@@ -11,6 +11,7 @@ size found, as it would with that size by hand.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -200,6 +201,11 @@ class _Search:
         callback, trainer, module = self.callback, self.trainer, self.module
         name, val_name = callback._names["train"], callback._names["val"]
         effective, options = callback._effective_batch_size, callback._options
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise AutoBatchError(
+                f"AutoBatch: training_step of {type(module).__name__} takes dataloader_iter, and so reads "
+                "its batches by itself; let it take batch"
+            )
         if effective is not None and not module.automatic_optimization:
             raise AutoBatchError(
                 f"AutoBatch: effective_batch_size is {effective}, but {type(module).__name__} optimizes "
@@ -290,6 +296,7 @@ class _Search:
         known: int | None,
     ) -> int:
         trainer, loaders = self.trainer, self.loaders[mode]
+        loaders.check_transfer()
         source = "the run that is resumed"
         if mode == "val" and "val" not in self._earlier:
             source = "training, which it shares: val_batch_arg_name can name another attribute"

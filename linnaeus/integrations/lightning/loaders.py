@@ -21,13 +21,15 @@ from torch.utils.data.distributed import DistributedSampler
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.integrations.budget import Ends, with_budget
-from linnaeus.integrations.samples import Largest, loading_of
+from linnaeus.integrations.samples import Largest, copied, loading_of, shapes_in
 
 PROBE = 3
 """Size with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""
 
 Mode = Literal["train", "val"]
 
+_NUM_TRANSFERS = 8
+"""Transfers of a batch whose shapes are compared."""
 _REMEDY = "give a function that makes the worst batch of n samples: make_batch="
 
 
@@ -128,6 +130,23 @@ class Loaders:
             yield self._make_batch(size), 0
         for number, (look, (_, fixed)) in enumerate(zip(self.looks, self._loaders, strict=False)):
             yield look.batch(fixed or size), number
+
+    def check_transfer(self) -> None:
+        """Refuse hooks that draw the size of a batch when it is transferred to the device.
+
+        Raises:
+            AutoBatchError: transfers of the same batch differ in shape.
+        """
+        transfer = self._trainer.strategy.batch_to_device
+        for batch, number in self.batches(2):
+            moved = (transfer(copied(batch), dataloader_idx=number) for _ in range(_NUM_TRANSFERS))
+            if len(set(map(shapes_in, moved))) == 1:
+                continue
+            raise AutoBatchError(
+                "AutoBatch: on_after_batch_transfer or another hook of the transfer gives the same batch two "
+                "sizes, so the largest is not known; draw the size in the collate function, and give "
+                "make_batch="
+            )
 
     def set_size(self, size: int) -> None:
         """Set the attribute from which the loaders take their size; also what loggers write down of it."""
