@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "an optimizer's attributes are not restored",
         "autobatch/state/snapshot.py",
-        "            self._kept.restore(with_values=with_values)\n",
+        "            self._kept.restore()\n",
         "",
         "tests/autobatch/test_optimizers.py",
     ),

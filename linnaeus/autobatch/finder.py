@@ -468,7 +468,6 @@ class BatchSizeFinder:
                     min_batch_size=settings.min_batch_size,
                     held_bytes=self.held_bytes,
                     outside=self._outside(),
-                    has_history=self._runner.has_history,
                     unit=self._unit,
                 )
             )

@@ -187,7 +187,6 @@ def nothing_fits(
     min_batch_size: int,
     held_bytes: int,
     outside: str,
-    has_history: bool,
     unit: str | None = None,
 ) -> str:
     """The message of a search without a result.
@@ -197,7 +196,6 @@ def nothing_fits(
         min_batch_size: the smallest size asked for; with BatchNorm, the smallest size tried may be larger.
         held_bytes: bytes that the process holds between two trials.
         outside: sentence on the memory in use outside the allocator.
-        has_history: whether the optimizer is LBFGS.
         unit: of the sizes, where they do not count samples; the smallest one is then a single sample.
     """
     setting = EARLY_ENDS.get(limited_by)
@@ -229,8 +227,6 @@ def nothing_fits(
             remedies.append(
                 "keep less of each batch until validation ends, such as outputs and metric states"
             )
-    if has_history:
-        remedies.append("lower history_size of LBFGS")
     if is_held and limits.total_name:
         needed = in_units(held_bytes / limits.target_memory_fraction)
         remedies.append(f"raise memory_limit_gb above {needed}, plus the memory of a step")

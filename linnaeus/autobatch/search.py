@@ -104,10 +104,6 @@ class TrialRecord:
     peak_bytes: int | None
     seconds: float
 
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size is {self.size}; it must be at least 1")
-
     def fits(self, budget_bytes: int) -> bool:
         """Whether it ran with a peak within a budget, of this trial or another."""
         return self.peak_bytes is not None and self.peak_bytes <= budget_bytes

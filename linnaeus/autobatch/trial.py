@@ -86,8 +86,6 @@ class TrialRunner:
     accelerator between its steps, a trial that nearly fills the budget does so too, and repeats its steps:
     tensors that training keeps then lie between gaps of activations.
 
-    LBFGS gets a full history after its first step, since training fills it long after a trial has ended.
-
     With `torch.backends.cudnn.benchmark`, a first step is not counted: cuDNN times kernels in it, with
     workspaces up to all that is free. The first validation trial begins with a training step. Its
     optimizer state stays until the last trial.
@@ -125,24 +123,21 @@ class TrialRunner:
             self.training and self.num_steps > 1 and self.memory.device.type != "cpu"
         )
         self._optimizers = self.snapshot.stepping_optimizers()
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._optimizers):
+            raise AutoBatchError(
+                "AutoBatch: LBFGS in state fills its history over many steps, long after a trial has ended. "
+                "Give a batch size of your own, or use another optimizer."
+            )
         self._modules = [part for part in self.state if isinstance(part, nn.Module)]
         self._is_prepared = self.training
-        if self.has_history:
-            self.num_steps = max(self.num_steps, 2)  # the second runs beside a full history
         self._largest_fitted = 0
         self._sizes_given: set[int] = set()
         self._kinds_given: set[tuple[int, ...]] = set()
-        self._has_drifted = False  # whether parameters have other values than when the search began
         self._num_retries = 0
         self.num_calls = 0
         self.is_steady = True
         self.varies_by: dict[int, float] = {}
         self._allocations_vary_by = 0.0
-
-    @property
-    def has_history(self) -> bool:
-        """Whether an optimizer keeps a history of steps."""
-        return any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._optimizers)
 
     def __call__(self, size: int) -> int:
         """Run one trial and return the peak: bytes that the process held on the device.
@@ -158,22 +153,15 @@ class TrialRunner:
             if failure is not None:
                 raise failure
         except (OutOfMemory, NoMoreSamples, AutoBatchError) as error:
-            self._has_drifted = True
             logger.debug("%s: %s", sized(size, self.unit), error)
             raise
         except Exception as error:
-            if not self._has_drifted:
-                if not self._largest_fitted:
-                    error.add_note(
-                        f"AutoBatch called the step with {sized(size, self.unit)}, its first. Where a step "
-                        "needs batches of another size, set min_batch_size or multiple_of"
-                    )
-                raise
-            release_frames(error)
-            self.snapshot.restore_parts()  # an error counts where it comes from the caller's own values
-            self._has_drifted = False
-            return self(size)
-        self._has_drifted = True
+            if not self._largest_fitted:
+                error.add_note(
+                    f"AutoBatch called the step with {sized(size, self.unit)}, its first. Where a step "
+                    "needs batches of another size, set min_batch_size or multiple_of"
+                )
+            raise
         self._largest_fitted = max(self._largest_fitted, size)
         return peak_bytes
 
@@ -230,14 +218,11 @@ class TrialRunner:
         self.clean()
 
     def clean(self) -> None:
-        """Release all that a trial has allocated. A validation search keeps the optimizer state.
-
-        Parameters keep the values that the trial has left: the search restores them once, when it ends.
-        """
+        """Undo a trial and release all that it has allocated. A validation search keeps optimizer state."""
         for module in self._modules:
             for parameter in module.parameters():
                 parameter.grad = None
-        self.snapshot.restore_parts(with_optimizers=self.training, with_values=False)
+        self.snapshot.restore_parts(with_optimizers=self.training)
         self.memory.clean()
 
     def _run(
@@ -289,7 +274,6 @@ class TrialRunner:
                         for optimizer in self._optimizers:
                             if optimizer not in stepped:
                                 step_with_zero_gradients(optimizer, memory.refused)
-                            fill_history(optimizer)
                 if (
                     is_alone
                     and self.empties_cache
@@ -393,8 +377,7 @@ class TrialRunner:
         for optimizer in self._optimizers:
             if not all(optimizer.state.get(parameter) for parameter in _trainable(optimizer)):
                 step_with_zero_gradients(optimizer, self.memory.refused)
-            fill_history(optimizer)
-        self.snapshot.restore_parts(with_optimizers=False, with_values=False)
+        self.snapshot.restore_parts(with_optimizers=False)
         self.memory.clean()
 
 
@@ -424,21 +407,6 @@ def step_with_zero_gradients(
     finally:
         for parameter in without_gradient:
             parameter.grad = None
-
-
-def fill_history(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate the history that LBFGS has after many steps: two vectors of all parameters for each entry."""
-    if not isinstance(optimizer, torch.optim.LBFGS):
-        return
-    parameters = parameters_of(optimizer)
-    num_elements = sum(map(torch.numel, parameters))
-    history = optimizer.state[parameters[0]]
-    for name, shape in (("old_dirs", num_elements), ("old_stps", num_elements), ("ro", ())):
-        entries = history.setdefault(name, [])
-        num_missing = optimizer.param_groups[0]["history_size"] - len(entries)
-        entries[:0] = [
-            parameters[0].new_zeros(shape) for _ in range(num_missing)
-        ]  # zeros change no step
 
 
 def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

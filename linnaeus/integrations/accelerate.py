@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import joined_ranks
 from linnaeus.autobatch.settings import kind_of
-from linnaeus.integrations.budget import Cost, ends_of_loader, search_within, with_budget
+from linnaeus.integrations.budget import Cost, Ends, ends_of_loader, search_within, with_budget
 from linnaeus.integrations.common import checked_options, find_size
 from linnaeus.integrations.samples import Largest
 
@@ -143,9 +143,16 @@ def budget_loader(
         state, device = [*loop.state, *state], accelerator.device
         run = partial(ends.run, step)
         found = search_within(ends, run, search, control=control, state=state, device=device)
+    return loader_of_rank(accelerator, loader, ends, found.batch_size, seed=seed)
+
+
+def loader_of_rank(
+    accelerator: Accelerator, loader: Any, ends: Ends, budget: int, *, seed: int
+) -> Any:
+    """Return a loader of this rank's batches within a budget; `prepare` would share them out once more."""
     ranks = {"num_replicas": accelerator.num_processes, "rank": accelerator.process_index}
-    return prepare_data_loader(  # the ranks have shared the batches out
-        with_budget(loader, ends, found.batch_size, seed=seed, **ranks),
+    return prepare_data_loader(
+        with_budget(loader, ends, budget, seed=seed, **ranks),
         accelerator.device,
         num_processes=1,
         process_index=0,

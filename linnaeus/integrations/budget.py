@@ -27,6 +27,7 @@ from linnaeus.integrations.common import find_size
 from linnaeus.integrations.samples import (
     copied,
     is_read_by_index,
+    loading_of,
     num_values,
     shapes_in,
     stored_lengths,
@@ -36,16 +37,6 @@ POOL = 64
 """Batches per rank in a pool of shuffled samples. Samples are sorted by cost within a pool."""
 SPARE = 0.01
 """Fraction of batches added to the first epoch's, so that every epoch has the same number."""
-
-_LOADING = (
-    "num_workers",
-    "prefetch_factor",
-    "pin_memory",
-    "collate_fn",
-    "worker_init_fn",
-    "persistent_workers",
-    "multiprocessing_context",
-)
 
 Cost = str | Callable[[Any], int] | Sequence[int] | Tensor
 
@@ -211,8 +202,13 @@ def with_budget(loader: Any, ends: Ends, budget: int, **options: Any) -> DataLoa
     )
     # Where accelerate looks for `set_epoch` after it has skipped batches.
     sampler.sampler = sampler  # type: ignore[attr-defined]
-    own = {name: getattr(loader, name) for name in _LOADING}
-    return DataLoader(loader.dataset, batch_sampler=sampler, **own)
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=sampler,
+        collate_fn=loader.collate_fn,
+        persistent_workers=loader.persistent_workers,
+        **loading_of(loader),
+    )
 
 
 def checked_costs(costs: Any) -> Tensor:

@@ -73,7 +73,7 @@ def find_size(
     make_batch: Callable[[int], Any],
     options: Mapping[str, Any],
     known: int | None = None,
-    source: str = "",
+    source: str = "the run that is resumed",
     *,
     control: ControlPlane | None,
     looks: Collection[Largest],

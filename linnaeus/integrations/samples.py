@@ -36,6 +36,13 @@ PARTS = 8
 """Parts of the samples looked at: how their largest differ from that of all tells how far it may grow."""
 
 _CPU = torch.device("cpu")
+_LOADING = (
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "worker_init_fn",
+    "multiprocessing_context",
+)
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of each tensor in a batch."""
@@ -261,6 +268,11 @@ def is_read_by_index(dataset: Any) -> bool:
     """Whether a dataset has a length, and gives a sample for an index."""
     is_other = isinstance(dataset, IterableDataset | Mapping | str)
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not is_other
+
+
+def loading_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments by which a loader reads samples."""
+    return {name: getattr(loader, name) for name in _LOADING}
 
 
 def copied(sample: Any) -> Any:

@@ -11,9 +11,8 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -52,8 +51,6 @@ MIB = 2**20
 ROOM_MIB = 80
 CPU = torch.device("cpu")
 NUMBERS = itertools.count()
-
-Step = Callable[[Any], object]
 
 
 def samples(n):
@@ -162,10 +159,7 @@ def a_rank_that_does_not_call_is_named(rank):
 
 def a_search_may_take_longer_than_the_timeout_of_the_group(rank):
     brief = dist.new_group()
-    set_timeout = (
-        getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    )  # of old torch
-    set_timeout(datetime.timedelta(milliseconds=1), brief)
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(milliseconds=1), brief)
     trials = []
     options = {"max_batch_size": 16, "memory_limit_gb": 8.0, "group": brief}
     assert find(lambda batch: trials.append(len(batch)), **options).batch_size == 16
@@ -295,7 +289,7 @@ class Net(nn.Module):
         self.never = nn.Linear(8, 8)
         self.num_calls = 0
 
-    def forward(self, x, detour):
+    def forward(self, x, detour=False):
         self.num_calls += 1
         y = self.leave(self.norm(self.enter(x)).relu())
         return self.sometimes(y) if detour else y
@@ -313,45 +307,41 @@ def halved_allreduce(_, bucket):  # torch compares annotations
     return summed.then(lambda future: future.value()[0] / 4)
 
 
-def training(kind, steps_before, options, search):
-    """The tensors after some steps, a search if so wanted, and further steps."""
-    torch.manual_seed(0)
-    wrapper = DistributedDataParallel(
-        kind(), **{name: options[name] for name in options if name != "hook"}
-    )
-    if options.get("hook"):
-        wrapper.register_comm_hook(None, halved_allreduce)
-    optimizer = torch.optim.AdamW(wrapper.parameters(), lr=1e-2, weight_decay=0.1)
+def trained(model, steps_before, search=None):
+    """The tensors after some steps, a search if so wanted, and further steps; and what it has found."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     batches = torch.Generator().manual_seed(dist.get_rank())
 
-    def step(x, detour=False):
-        wrapper(x, detour).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def step(*inputs):
+        with torch.set_grad_enabled(model.training):
+            loss = model(*inputs).square().mean()
+        if model.training:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     def train(num_steps):
         for _ in range(num_steps):
             step(torch.randn(16, 64, generator=batches))
 
     train(steps_before)
-    size = 0
-    if search:
-        uses_all = bool(options.get("find_unused_parameters"))
-        size = auto_find_batch_size(
-            lambda x: step(x, detour=uses_all),
-            lambda n: torch.randn(n, 64),
-            state=(wrapper, optimizer),
-            max_batch_size=16,
-            memory_limit_gb=8.0,
-        ).batch_size
+    found = None
+    if search is not None:
+        found = auto_find_batch_size(
+            lambda inputs: step(*inputs), state=(model, optimizer), **search
+        )
     train(3)
     moments = [value for entry in optimizer.state.values() for value in entry.values()]
-    return [
-        *wrapper.state_dict().values(),
-        *moments,
-        torch.rand(4),
-        torch.tensor(wrapper.module.num_calls),
-    ], size
+    counts = [model.training, *(getattr(each, "num_calls", 0) for each in model.modules())]
+    state = [*model.state_dict().values(), *moments, torch.rand(4), torch.tensor(counts)]
+    return [getattr(value, "_local_tensor", value) for value in state], found
+
+
+def is_trained_the_same(make, steps_before, search):
+    """Whether training after a search equals that without one, bit for bit; and what it has found."""
+    expected, _ = trained(make(), steps_before)
+    values, found = trained(make(), steps_before, search)
+    return len(values) == len(expected) and all(map(torch.equal, values, expected)), found
 
 
 WRAPPERS = {
@@ -362,19 +352,29 @@ WRAPPERS = {
 }
 
 
-def is_trained_the_same(name, steps_before):
-    """Whether training after a search equals that without one, bit for bit."""
+def is_wrapper_trained_the_same(name, steps_before):
     kind, options = WRAPPERS[name]
-    expected, _ = training(kind, steps_before, options, search=False)
-    found, size = training(kind, steps_before, options, search=True)
-    assert size == 16
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+    def make():
+        torch.manual_seed(0)
+        others = {option: options[option] for option in options if option != "hook"}
+        wrapper = DistributedDataParallel(kind(), **others)
+        if "hook" in options:
+            wrapper.register_comm_hook(None, halved_allreduce)
+        return wrapper
+
+    detours = "find_unused_parameters" in options
+    limits = {"max_batch_size": 16, "memory_limit_gb": 8.0}
+    search = {"make_batch": lambda n: (torch.randn(n, 64), detours), **limits}
+    is_same, found = is_trained_the_same(make, steps_before, search)
+    assert found.batch_size == 16
+    return is_same
 
 
 def training_after_a_search_is_that_without_one(rank):
     cases = [("plain", 1), ("unused", 2), ("static with a hook", 0), ("static with unused", 0)]
     for name, steps_before in (*cases, ("static with unused", 1)):
-        assert is_trained_the_same(name, steps_before), name
+        assert is_wrapper_trained_the_same(name, steps_before), name
 
 
 def without_the_reducer_of_all_ranks_training_differs(rank):
@@ -385,7 +385,7 @@ def without_the_reducer_of_all_ranks_training_differs(rank):
     made = single_rank._make_reducer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(single_rank, "_make_reducer", make)
-        assert not is_trained_the_same("plain", 0)
+        assert not is_wrapper_trained_the_same("plain", 0)
 
 
 def the_hooks_of_a_wrapper_run_in_a_joint_step_and_count(rank):
@@ -459,7 +459,7 @@ def a_wrapper_that_state_does_not_hold_is_refused_by_name(rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x):
-        wrapper(x, False).sum().backward()
+        wrapper(x).sum().backward()
         optimizer.step()
 
     def search(*state):
@@ -514,52 +514,21 @@ def sharded(how):
     return blocks
 
 
-def sharded_training(how, steps_before, mode):
-    """The tensors after some steps, a search in a mode if one is given, and further steps."""
-    model = sharded(how)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    batches = torch.Generator().manual_seed(dist.get_rank())
-
-    def step(x):
-        with torch.set_grad_enabled(model.training):
-            loss = model(x).square().mean()
-        if model.training:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def train(num_steps):
-        for _ in range(num_steps):
-            step(torch.randn(2, 64, generator=batches))
-
-    train(steps_before)
-    found = None
-    if mode is not None:
-        found = auto_find_batch_size(
-            step,
-            lambda n: torch.randn(n, 2048, 64),
-            state=(model, optimizer),
-            mode=mode,
-            max_batch_size=64,
-            tolerance=0.2,
-            memory_limit_gb=limit_with_room_for(ROOM_MIB) / 0.8,
-        )
-    train(2)
-    moments = [value for entry in optimizer.state.values() for value in entry.values()]
-    state = [*model.state_dict().values(), *moments, torch.rand(4), torch.tensor(model.training)]
-    return [getattr(value, "_local_tensor", value) for value in state], found
-
-
 def is_sharded_training_the_same(how, steps_before, mode):
     """Whether it is so bit for bit; trials run out of memory, and all ranks find one size."""
-    expected, _ = sharded_training(how, steps_before, None)
-    values, found = sharded_training(how, steps_before, mode)
-    assert found is not None
+    search = {
+        "make_batch": lambda n: (torch.randn(n, 2048, 64),),
+        "mode": mode,
+        "max_batch_size": 64,
+        "tolerance": 0.2,
+        "memory_limit_gb": limit_with_room_for(ROOM_MIB) / 0.8,
+    }
+    is_same, found = is_trained_the_same(partial(sharded, how), steps_before, search)
     assert 1 < found.batch_size < 64, found
     assert len(set(of_all(found.batch_size))) == 1
     assert found.batch_size in found.ran_on_every_rank
     assert any(of_all(any(trial.status == "oom" for trial in found.trials)))
-    return len(values) == len(expected) and all(map(torch.equal, values, expected))
+    return is_same
 
 
 def sharded_training_after_a_search_is_that_without_one(rank):

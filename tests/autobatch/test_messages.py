@@ -50,7 +50,6 @@ def why_nothing_fits(is_limited=False, **instead):
         "min_batch_size": 600,
         "held_bytes": GIB // 4,
         "outside": "<others>",
-        "has_history": False,
         **instead,
     }
     return nothing_fits(**found)
@@ -164,7 +163,6 @@ def bad_arguments():
     )
     bounds = {"min_size": 9, "max_size": 15, "multiple_of": 8}
     yield "no multiple within the bounds", raised(find_largest, int, budget_bytes=1, **bounds)
-    yield "a record without a size", raised(TrialRecord, 0, "fits", 1, 0.0)
 
 
 class Forgetful:
@@ -269,7 +267,6 @@ def test_messages(golden, caplog, monkeypatch):
         "nothing fits within a limit": {"is_limited": True},
         "a limit below what is held": {"is_limited": True, "held_bytes": GIB},
         "the trials ran out": {"limited_by": "max_trials", "trials": over},
-        "the history of LBFGS": {"has_history": True},
         "a budget of tokens": {"unit": "tokens"},
         "a validation": {"mode": "val"},
         "a validation that is full before the first sample": {"mode": "val", "held_bytes": 2 * GIB},

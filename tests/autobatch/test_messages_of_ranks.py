@@ -20,7 +20,6 @@ from linnaeus.autobatch.memory import host
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.memory.host import CpuMemory
 from linnaeus.autobatch.predict.gpus import device_that_would_do, find_gpu
-from linnaeus.autobatch.predict.prediction import Prediction
 from linnaeus.autobatch.predict.trace import trace
 from linnaeus.autobatch.ranks.collectives import collectives_refused
 from linnaeus.autobatch.ranks.exchange import Failure
@@ -134,9 +133,8 @@ def of_predictions(said):
     messages["a batch that ignores its size"] = said()
     messages["a wrong size"] = error_of(prediction.peak_bytes, 2.5)
     messages["a wrong limit"] = error_of(prediction.largest, "24")
-    lazy, traced = nn.LazyLinear(10), trace(lambda batch: None, rows, 8)
+    lazy = nn.LazyLinear(10)
     messages["a lazy layer"] = error_of(trace, step_with(nothing), rows, 8, state=lazy)
-    messages["traces in the wrong order"] = error_of(Prediction.of, traced, traced)
     messages["a GPU of two sizes"] = error_of(find_gpu, "a100")
     messages["a device that would do"] = device_that_would_do(24 * GIB, ", with nothing to spare")
     messages["a device larger than any"] = device_that_would_do(1000 * GIB)

@@ -198,6 +198,11 @@ def test_batches_that_are_objects_are_looked_into(kind):
     assert sizes == sorted(sizes, reverse=True)
 
 
+def test_a_sparse_tensor_takes_no_room_in_a_loader():
+    largest = Largest([torch.ones(16)] * 64, lambda samples: torch.stack(samples).to_sparse())
+    assert largest.host_bound(torch.device("cpu"), 1) > 1_000_000
+
+
 def test_batches_without_tensors_or_of_random_size_are_refused():
     class Opaque:
         __slots__ = ()

@@ -1,7 +1,5 @@
 """Training loops with accelerate on one rank and on two, for `tests.helpers.processes`."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from typing import Any
@@ -139,23 +137,6 @@ def lengths():
     return sorted(seen)
 
 
-def sparse():
-    """The size for batches with a sparse tensor."""
-    accelerator = fresh()
-    model, optimizer, _ = parts()
-
-    def loss(model, batch):
-        return model(torch.sparse.mm(batch["near"], batch["x"])).sum()
-
-    def collate(samples):
-        return {"x": torch.stack(samples), "near": torch.eye(len(samples)).to_sparse()}
-
-    search = {"collate_fn": collate, "memory_limit_gb": 8.0, "max_batch_size": 4}
-    samples = [torch.ones(16) for _ in range(64)]
-    prepared = accelerator.prepare(model, optimizer)
-    return find_batch_size(accelerator, *prepared, loss, samples, **search)
-
-
 def alive():
     """Whether the batch is still held when the optimizer steps: in a trial, then in a loop."""
     accelerator, held, batches = fresh(), list[bool](), list[Any]()
@@ -231,7 +212,6 @@ def work(rank, folder):
         if num_ranks > 1
         else {
             "lengths": lengths(),
-            "sparse": sparse(),
             "alive": alive(),
         }
     )

@@ -1,7 +1,5 @@
 """Every test here needs one of the frameworks, which `make test` does not install."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

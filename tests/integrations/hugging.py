@@ -1,7 +1,5 @@
 """Small trainers of transformers and TRL that need no download, and what a run of them leaves behind."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -25,7 +23,9 @@ from transformers import (
 )
 
 from linnaeus.autobatch.state.rng import rng_state
+from linnaeus.integrations.transformers import autobatch
 from linnaeus.runtime.rng import seed_all
+from tests.helpers.bits import differences
 
 NUM_SAMPLES, LONGEST, VOCABULARY = 200, 128, 128
 SIZES = {"n_positions": LONGEST, "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY}
@@ -176,6 +176,10 @@ for _name in vars(TrainerCallback):
 
 def outcome(trained, calls=None):
     """All that a run leaves: weights, optimizer, schedule, logs, counts, random numbers and calls."""
+    shapes, total = (
+        getattr(trained, "shapes", ()),
+        getattr(trained, "total", None),
+    )  # of a `Recorder`
     optimizer = trained.optimizer.state_dict()
     return {
         "weights": [value.clone() for value in trained.model.state_dict().values()],
@@ -200,6 +204,8 @@ def outcome(trained, calls=None):
         "mode": trained.model.training,
         "attributes": sorted(set(vars(trained)) - {"autobatch_results", "_inner_training_loop"}),
         "model attributes": sorted(vars(trained.model)),
+        "shapes": list(shapes),
+        "total": None if total is None else total.clone(),
     }
 
 
@@ -222,19 +228,22 @@ class Recorder(Trainer):
         return super().compute_loss(model, inputs, *arguments, **options)
 
 
-def left_by(made, calls=None):
-    """What a run of a `Recorder` leaves."""
-    return {**outcome(made, calls), "shapes": [*made.shapes], "total": made.total.clone()}
+FOUND = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+)
 
 
-def by_hand(found, calls=None, **options):
-    """A trainer that was given the sizes that another has found, and has trained."""
-    names = (
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "gradient_accumulation_steps",
-    )
-    sizes = {name: getattr(found.args, name) for name in names}
-    made = trainer(Recorder, callbacks=None if calls is None else [calls], **{**options, **sizes})
-    made.train()
-    return made
+def compared(make, search, **options):
+    """A trainer that has searched and trained, its outcome, and what differs with its sizes by hand."""
+
+    def train(prepare, **sizes):
+        calls, made = Calls(), make(**{**options, **sizes})
+        made.add_callback(calls)
+        prepare(made).train()
+        return made, outcome(made, calls)
+
+    found, ours = train(lambda made: autobatch(made, **search))
+    _, other = train(lambda made: made, **{name: getattr(found.args, name) for name in FOUND})
+    return found, ours, differences(ours, other)

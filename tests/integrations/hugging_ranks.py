@@ -1,6 +1,6 @@
 """Searches of trainers on several ranks, for `tests.helpers.processes`."""
 
-from __future__ import annotations
+from functools import partial
 
 import pytest
 import torch.distributed as torch_dist
@@ -10,10 +10,9 @@ pytest.importorskip("transformers")
 from transformers import Trainer
 
 from linnaeus.integrations.transformers import autobatch
-from tests.helpers.bits import differences
 from tests.helpers.ledger import room
 from tests.helpers.processes import join_as_torchrun
-from tests.integrations.hugging import Recorder, by_hand, left_by, trainer
+from tests.integrations.hugging import Recorder, compared, trainer
 
 
 class Broken(Trainer):
@@ -34,15 +33,15 @@ class BrokenData(Trainer):
         return super().get_train_dataloader()
 
 
-def compared(rank):
+def trained(rank):
     """What a search and training give, beside training with the size given by hand."""
     options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    found = trainer(Recorder, **options)
-    autobatch(found, **room(50 if rank == 0 else 35, max_batch_size=64, tolerance=0.25)).train()
-    result, ours = found.autobatch_results["train"], left_by(found)
+    search = room(50 if rank == 0 else 35, max_batch_size=64, tolerance=0.25)
+    found, ours, differing = compared(partial(trainer, Recorder), search, **options)
+    result = found.autobatch_results["train"]
     return {
         "size": found.args.per_device_train_batch_size,
-        "differences": differences(ours, left_by(by_hand(found, **options))),
+        "differences": differing,
         "weights": [float(value.double().sum()) for value in ours["weights"]],
         "shapes": found.shapes,
         "limited_by": result.limited_by,
@@ -73,7 +72,7 @@ def work(rank, folder):
         trainer(), max_batch_size=2
     ).train()  # loads what would count as memory of the next search
     return {
-        "compared": compared(rank),
+        "compared": trained(rank),
         "budget": with_budget(),
         "broken": failure(Broken),
         "broken data": failure(BrokenData),

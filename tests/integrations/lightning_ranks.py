@@ -1,7 +1,5 @@
 """Cases of the Lightning callback on two ranks, for `tests.helpers.processes`."""
 
-from __future__ import annotations
-
 import os
 import warnings
 
@@ -13,7 +11,7 @@ from torch.utils.data import DataLoader
 from linnaeus.integrations.lightning import AutoBatch
 from tests.helpers.bits import differences
 from tests.helpers.ledger import room
-from tests.integrations.lightning_runs import COSTS, Bare, Made, Net, Single, data, fit
+from tests.integrations.lightning_runs import COSTS, Bare, Made, Net, Single, data, fit, nothing
 
 RANK = 0
 NO_VAL = {"val": False}
@@ -62,10 +60,6 @@ def compared(module, given, **options):
         "ran_on_every_rank": callback.results["train"].ran_on_every_rank,
         "weights": weights,
     }
-
-
-def nothing(size):
-    return ()
 
 
 def failing(module):

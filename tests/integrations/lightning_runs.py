@@ -1,9 +1,6 @@
 """Runs of Lightning's trainer for the tests: with AutoBatch, and with the size that it found by hand."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -356,26 +353,27 @@ def outcome(trainer, module):
     )
 
 
-Case = tuple[Callable[[int], Any], Callable[[int], tuple[Any, ...]], dict[str, Any]]
-"""The module and what is handed to `fit`, for a batch size, and options of the trainer."""
-
-
 def loader(size, **options):
     return DataLoader(data(), size, **options)
 
 
+def nothing(*sizes):
+    return ()
+
+
 CASES = {
-    "attribute": (Net, lambda size: (), {}),
-    "hyperparameter": (InHyperparameters, lambda size: (), {}),
-    "data module": (lambda size: Bare(), Data, {}),
-    "manual": (Manual, lambda size: (), {}),
+    "attribute": (Net, nothing, {}),
+    "hyperparameter": (InHyperparameters, nothing, {}),
+    "data module": (lambda size: Bare(), lambda *sizes: (Data(*sizes),), {}),
+    "manual": (Manual, nothing, {}),
     "bf16, accumulation": (
         Net,
-        lambda size: (),
+        nothing,
         {"precision": "bf16-mixed", "accumulate_grad_batches": 3},
     ),
-    "average": (Net, lambda size: (), {"callbacks": lambda: [EMAWeightAveraging(decay=0.9)]}),
-    "needy": (Needy, lambda size: (), {}),
-    "direct": (Direct, lambda size: (), {}),
-    "several loaders": (Several, lambda size: (), {}),
+    "average": (Net, nothing, {"callbacks": lambda: [EMAWeightAveraging(decay=0.9)]}),
+    "needy": (Needy, nothing, {}),
+    "direct": (Direct, nothing, {}),
+    "several loaders": (Several, nothing, {}),
 }
+"""The module and what is handed to `fit`, for a batch size, and options of the trainer."""

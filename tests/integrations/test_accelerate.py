@@ -1,7 +1,5 @@
 """AutoBatch in training loops with accelerate, in one process and in two."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("accelerate")
@@ -57,10 +55,6 @@ def test_afterwards_all_processes_are_there_again(one, two):
 
 def test_batches_of_trials_hold_the_longest_samples(one):
     assert one["lengths"] == [56]
-
-
-def test_a_batch_may_hold_a_sparse_tensor(one):
-    assert one["sparse"] == 4
 
 
 def test_a_trial_holds_its_batch_as_long_as_a_loop_does(one):

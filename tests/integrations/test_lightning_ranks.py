@@ -1,7 +1,5 @@
 """The callback for Lightning on two ranks of DDP, on the CPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

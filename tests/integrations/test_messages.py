@@ -1,9 +1,6 @@
 """What the integrations refuse, and the warnings that name a remedy, word by word."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -111,7 +108,6 @@ def sampled():
     return DataLoader(data(), batch_sampler=BatchSampler(SequentialSampler(data()), 4, False))
 
 
-Fit = tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]]
 FITS = {
     "no attribute": (Net, (), {"batch_arg_name": "size"}),
     "a fixed size": (Fixed, (), {}),
@@ -122,6 +118,8 @@ FITS = {
     "a size drawn in the transfer": (Drawing, (), {}),
     "an iterator": (Iterating, (), {}),
     "a stream": (Streaming, (), {}),
+    "a cost that is no column": (Net, (), {"cost": "length"}),
+    "a cost of nothing": (Net, (), {"cost": [0] * len(data())}),
     "accumulation by hand": (Manual, (), {"effective_batch_size": 8}),
     "an effective batch below the smallest": (
         Net,
@@ -135,6 +133,7 @@ ARGUMENTS = (
     {"max_batch_size": "4"},
     {"strategy": "ball"},
     {"min_batch_size": 5, "val_options": {"max_batch_size": 4}},
+    {"cost": "length", "effective_batch_size": 8},
 )
 
 
@@ -204,6 +203,8 @@ WRONG = (
     {"eval_samples": {"input_ids": [5]}, "evaluation": True},
     {"effective_batch_size": 64, "multiple_of": 24, "max_batch_size": 30},
     {"effective_batch_size": 204},
+    {"budget": "pixels"},
+    {"budget": "tokens", "effective_batch_size": 8},
 )
 
 

@@ -1,7 +1,5 @@
 """Ordinary training steps of other people's models can be predicted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

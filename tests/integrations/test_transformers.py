@@ -1,8 +1,7 @@
 """`autobatch` for the `Trainer` of transformers: what it finds, and that training is none the wiser."""
 
-from __future__ import annotations
-
 import runpy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,9 +25,8 @@ from tests.integrations.hugging import (
     Calls,
     Recorder,
     Text,
-    by_hand,
     collate,
-    left_by,
+    compared,
     outcome,
     trainer,
 )
@@ -39,11 +37,10 @@ pytestmark = [
 ]
 
 
-def searched(calls=None, search=None, **options):
-    """A trainer that has searched and trained."""
-    made = trainer(Recorder, callbacks=None if calls is None else [calls], **options)
-    autobatch(made, **{**room(50, max_batch_size=128), **(search or {})}).train()
-    return made
+def searched(search, **options):
+    """A trainer that has searched and trained, its outcome, and what differs with its sizes by hand."""
+    search = {**room(50, max_batch_size=128), **search}
+    return compared(partial(trainer, Recorder), search, **options)
 
 
 CASES = {
@@ -67,14 +64,12 @@ CASES = {
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_training_is_that_of_the_size_given_by_hand(options):
-    calls, other_calls = Calls(), Calls()
-    found = searched(calls, **options)
+    found, ours, differing = searched({}, **options)
     result, size = found.autobatch_results["train"], found.args.per_device_train_batch_size
     assert result.limited_by == "memory"
     assert result.certified
     assert 2 <= result.batch_size == size < 128
-    ours = left_by(found, calls)
-    assert differences(ours, left_by(by_hand(found, other_calls, **options), other_calls)) == []
+    assert differing == []
     assert ours["shapes"][0][0] == size
     assert ("val" in found.autobatch_results) == ("eval_strategy" in options)
     assert ours["state"][2] == size
@@ -122,7 +117,7 @@ def trained_twice(made):
     made.train()
     made.args.max_steps = 5
     made.train()
-    return left_by(made)
+    return outcome(made)
 
 
 def with_model_init():
@@ -157,7 +152,7 @@ def test_what_is_not_the_same_is_seen():
         calls = Calls()
         made = trainer(Recorder, callbacks=[calls], per_device_train_batch_size=size)
         made.train()
-        found.append(left_by(made, calls))
+        found.append(outcome(made, calls))
     assert {"weights", "moments", "log", "random", "calls", "shapes"} <= {*differences(*found)}
 
 
@@ -194,17 +189,17 @@ def test_training_takes_no_more_memory_than_a_trial_of_its_size():
 
 
 def test_the_effective_batch_is_made_up_of_the_size_found():
-    found = searched(search={"effective_batch_size": 48, "max_batch_size": 20})
+    found, _, differing = searched({"effective_batch_size": 48, "max_batch_size": 20})
     args = found.args
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 48
     assert args.per_device_train_batch_size <= found.autobatch_results["train"].batch_size <= 20
     assert args.gradient_accumulation_steps > 1
-    assert differences(outcome(found), outcome(by_hand(found))) == []
+    assert differing == []
 
 
 def test_evaluation_is_searched_where_it_takes_place_or_is_asked_for():
     small = {"max_batch_size": 6}
-    without = searched(search={**small, "evaluation": False}, eval_strategy="steps", eval_steps=3)
+    without, *_ = searched({**small, "evaluation": False}, eval_strategy="steps", eval_steps=3)
     assert [*without.autobatch_results] == ["train"]
     assert without.args.per_device_eval_batch_size == 8
     made = trainer(Recorder)
@@ -271,19 +266,20 @@ def test_a_resumed_run_keeps_the_size_of_its_checkpoint(tmp_path):
         "save_steps": 2,
         "max_steps": 4,
     }
-    whole = searched(search={"max_batch_size": 9}, **options)
+    whole = autobatch(trainer(Recorder, **options), **room(50, max_batch_size=9))
+    whole.train()
     checkpoint = str(tmp_path / "checkpoint-2")
     assert size_in_checkpoint(checkpoint) == 9
-    ours = left_by(whole)
+    ours = outcome(whole)
     resumed = trainer(Recorder, **options)
     autobatch(resumed, **room(50, max_batch_size=128)).train(resume_from_checkpoint=checkpoint)
     result = resumed.autobatch_results["train"]
     assert [trial.size for trial in result.trials] == [9], "it is run once"
     assert result.batch_size == resumed.args.per_device_train_batch_size == 9
-    again = left_by(resumed)
+    again = outcome(resumed)
     other = trainer(Recorder, per_device_train_batch_size=9, **options)
     other.train(resume_from_checkpoint=checkpoint)
-    assert differences(again, left_by(other)) == []
+    assert differences(again, outcome(other)) == []
     assert not {"weights", "schedule"} & {*differences(ours, again)}
     assert size_in_checkpoint(str(tmp_path)) is None
 
@@ -318,16 +314,8 @@ def test_batches_of_a_budget_of_tokens_hold_every_sample_once(tmp_path, strategy
     resumed = autobatch(trainer(Recorder, **options), **search, **room(80))
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     assert resumed.args.per_device_train_batch_size == budget
-    ours, again = left_by(whole), left_by(resumed)
+    ours, again = outcome(whole), outcome(resumed)
     assert not {"weights", "moments", "schedule"} & {*differences(ours, again)}
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"budget": "pixels"}, {"effective_batch_size": 8}, {"samples": [Text()[0]]}]
-)
-def test_a_budget_takes_no_number_of_samples(wrong):
-    with pytest.raises(ValueError, match="budget"):
-        autobatch(trainer(), **{"budget": "tokens", **wrong})
 
 
 def test_no_size_is_above_the_samples():
@@ -344,15 +332,15 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 def test_a_stream_needs_samples_and_trains_as_by_hand():
-    made = trainer()
-    made.train_dataset = Stream()
-    autobatch(made, **room(50, max_batch_size=128), samples=[Text()[112], Text()[0]]).train()
-    ours = outcome(made)
-    other = trainer(per_device_train_batch_size=made.args.per_device_train_batch_size)
-    other.train_dataset = Stream()
-    other.train()
+    def make(**options):
+        made = trainer(**options)
+        made.train_dataset = Stream()
+        return made
+
+    search = {**room(50, max_batch_size=128), "samples": [Text()[112], Text()[0]]}
+    made, _, differing = compared(make, search)
     assert made.args.per_device_train_batch_size > 8
-    assert differences(ours, outcome(other)) == []
+    assert differing == []
 
 
 def test_a_search_that_fails_leaves_the_trainer_as_it_was():
@@ -364,10 +352,10 @@ def test_a_search_that_fails_leaves_the_trainer_as_it_was():
     assert made.optimizer is None
     del made._inner_training_loop
     made.train()
-    ours = left_by(made)
+    ours = outcome(made)
     other = trainer(Recorder)
     other.train()
-    assert differences(ours, left_by(other)) == []
+    assert differences(ours, outcome(other)) == []
 
 
 @pytest.fixture(scope="module")

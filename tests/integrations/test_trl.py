@@ -1,6 +1,6 @@
 """`autobatch` for the trainers of TRL."""
 
-from __future__ import annotations
+from functools import partial
 
 import pytest
 
@@ -13,9 +13,8 @@ from transformers import Trainer
 from linnaeus.integrations.transformers import autobatch, check_supported
 from linnaeus.integrations.transformers.data import trial_data
 from linnaeus.runtime.errors import AutoBatchError
-from tests.helpers.bits import differences
 from tests.helpers.ledger import room
-from tests.integrations.hugging import Calls, outcome, trainer, trl_trainer
+from tests.integrations.hugging import compared, trainer, trl_trainer
 
 pytestmark = pytest.mark.filterwarnings(
     "default::FutureWarning", "default::DeprecationWarning", "default::UserWarning"
@@ -37,20 +36,12 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_that_of_the_size_given_by_hand(case):
     name, options = case.partition(",")[0], CASES[case]
-    calls, other_calls = Calls(), Calls()
-    found = trl_trainer(name, **options)
-    found.add_callback(calls)
-    autobatch(found, **room(150, max_batch_size=16)).train()
+    make, search = partial(trl_trainer, name), room(150, max_batch_size=16)
+    found, ours, differing = compared(make, search, **options)
     size, result = found.args.per_device_train_batch_size, found.autobatch_results["train"]
     assert size == result.batch_size >= 2
     assert ("val" in found.autobatch_results) == ("eval_strategy" in options)
-    ours = outcome(found, calls)
-    sizes = {"per_device_train_batch_size": size}
-    sizes["per_device_eval_batch_size"] = found.args.per_device_eval_batch_size
-    other = trl_trainer(name, **{**options, **sizes})
-    other.add_callback(other_calls)
-    other.train()
-    assert differences(ours, outcome(other, other_calls)) == []
+    assert differing == []
     assert ours["log"][0]["num_tokens"] > 0, "counts of the trials would be in it"
 
 

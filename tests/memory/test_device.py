@@ -1,7 +1,5 @@
 """The memory of each kind of device."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -18,13 +16,8 @@ def test_a_device_that_is_not_there_is_named(kind):
 
 
 def test_what_others_hold_is_no_part_of_the_budget(monkeypatch):
-    gpu = SimpleNamespace(
-        memory_reserved=lambda device: 100, get_memory_info=lambda device: (600, 1000)
-    )
-    monkeypatch.setattr(AcceleratorMemory, "_api", gpu)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 100)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (600, 1000))
     memory = AcceleratorMemory(torch.device("xpu"))
-    assert (memory.outside(), memory.budget(0.75, None), memory.budget(0.75, 400)) == (
-        300,
-        450,
-        300,
-    )
+    budgets = memory.budget(0.75, None), memory.budget(0.75, 400)
+    assert (memory.outside(), *budgets) == (300, 450, 300)

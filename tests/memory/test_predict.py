@@ -156,33 +156,3 @@ def test_each_kind_of_convolution_has_its_workspace(kind, size, groups, options,
     )
     x, w = x.to(**options), w.to(**options)
     assert conv_workspace_bytes(kind, x, w, x, groups) == borrows * (2 * x.nbytes + w.nbytes)
-
-
-def test_a_flush_gives_free_segments_back():
-    held, freed, later = (
-        Event("allocate", *each) for each in ((1, 12 * MIB), (2, 30 * MIB), (3, 40 * MIB))
-    )
-    release, flush = Event("release", 2), Event("flush")
-    assert replay([held, freed, release, later]).peak_reserved_bytes == (12 + 30 + 40) * MIB
-    assert replay([held, freed, release, flush, later]).peak_reserved_bytes == (12 + 40) * MIB
-
-
-def test_each_convolution_of_cudnn_is_timed_once(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    with torch.device("meta"):
-        model = nn.Sequential(
-            *(nn.Conv2d(4, 4, 3, padding=1, groups=groups) for groups in (1, 1, 4))
-        )
-
-    def flushes(dtype):
-        model.to(dtype)
-        batch = torch.empty(2, 4, 8, 8, device="meta", dtype=dtype, requires_grad=True)
-        found = trace(lambda x: model(x).sum().backward(), lambda n: batch, 2, state=model)
-        return sum(event.kind == "flush" for event in found.events)
-
-    assert (
-        flushes(torch.float32) == 3
-    )  # output, both gradients; torch's own kernel for the depthwise one
-    assert flushes(torch.bfloat16) == 6
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    assert flushes(torch.float32) == 0

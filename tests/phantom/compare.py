@@ -2,7 +2,7 @@
 
     PHANTOM_TOTAL_GIB=80 python -m tests.phantom python -m tests.phantom.compare resnet50 24 97 [--amp bf16]
         [--optimizer SGD] [--channels-last] [--checkpointing] [--accumulation] [--no-grad]
-        [--benchmark] [--shards N]
+        [--shards N]
 
 MODEL is one of timm, or `gpt`. A prediction is of the first steps on: optimizer state comes in the first one.
 `--no-grad` is a forward pass only, `--shards` one rank of a model sharded over N.
@@ -47,13 +47,11 @@ def main():
         parser.add_argument(
             f"--{name}", action="append_const", const=name, dest="features", default=[]
         )
-    parser.add_argument("--benchmark", action="store_true")
     parser.add_argument("--shards", type=int, default=0)
     options = parser.parse_args()
     case = Case(
         options.model, options.amp, options.optimizer, tuple(options.features), options.shards
     )
-    torch.backends.cudnn.benchmark = options.benchmark
     with fake_job(case.shards) if case.shards else contextlib.nullcontext():
         compare(case, options.sizes)
 

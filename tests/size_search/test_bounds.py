@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +7,6 @@ from hypothesis import strategies as st
 
 from linnaeus.autobatch.memory import loader
 from linnaeus.autobatch.memory.loader import HOST_MEMORY_FRACTION
-from linnaeus.autobatch.result import Mode
 from linnaeus.config.schema import (
     AutoBatchConfig,
     BatchScheduleConfig,
@@ -33,14 +29,14 @@ DATA = build_data(CONFIG, seed=0)
 
 
 def bounds_of(
-    mode: Mode = "train",
-    workers: int = 0,
-    device: str = "cpu",
-    world_size: int = 1,
-    sample_bytes: int = 1000,
-    train: TrainConfig | None = None,
-    **autobatch: int,
-) -> dict[str, int]:
+    mode="train",
+    workers=0,
+    device="cpu",
+    world_size=1,
+    sample_bytes=1000,
+    train=None,
+    **autobatch,
+):
     world = World(torch.device(device), world_size=world_size, local_world_size=world_size)
     node = replace(CONFIG.AUTOBATCH, **autobatch)
     config = replace(CONFIG, NUM_WORKERS=workers, AUTOBATCH=node)
@@ -52,13 +48,11 @@ def bounds_of(
 @pytest.mark.parametrize(
     ("mode", "world_size", "expected"), [("train", 3, 33), ("val", 2, 17), ("train", 200, 1)]
 )
-def test_no_batch_is_larger_than_what_a_process_has(
-    mode: Mode, world_size: int, expected: int
-) -> None:
+def test_no_batch_is_larger_than_what_a_process_has(mode, world_size, expected):
     assert bounds_of(mode, world_size=world_size)["dataset"] == expected
 
 
-STEPS: list[tuple[dict[str, Any], int | None]] = [
+STEPS = [
     ({}, 10),
     ({"world_size": 3}, 3),
     ({"world_size": 10}, 2),  # one sample is too few for BatchNorm
@@ -73,15 +67,13 @@ STEPS: list[tuple[dict[str, Any], int | None]] = [
 
 
 @pytest.mark.parametrize(("asked", "expected"), STEPS)
-def test_an_epoch_keeps_its_optimizer_steps(asked: dict[str, Any], expected: int | None) -> None:
+def test_an_epoch_keeps_its_optimizer_steps(asked, expected):
     assert bounds_of(**asked).get("steps_per_epoch") == expected
 
 
 @given(st.integers(1, 2000), st.integers(2, 40), st.integers(1, 5))
-def test_the_bound_is_the_largest_size_with_so_many_steps(
-    samples: int, least: int, accumulation_steps: int
-) -> None:
-    def steps(size: int) -> int:
+def test_the_bound_is_the_largest_size_with_so_many_steps(samples, least, accumulation_steps):
+    def steps(size):
         facts = replace(FACTS, num_samples=samples, max_micro_batch_size=size)
         plan = plan_of(facts, ACCUMULATION_STEPS=accumulation_steps, EPOCHS=1)
         return plan.total_steps
@@ -92,7 +84,7 @@ def test_the_bound_is_the_largest_size_with_so_many_steps(
     assert size + 1 > samples or steps(size + 1) < least
 
 
-def test_host_memory_is_divided_by_batches_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_divided_by_batches_and_processes(monkeypatch):
     monkeypatch.setattr(loader, "available_host_bytes", lambda: 10**6)
     for workers, held in [(0, 3), (4, 17)]:
         bound = bounds_of(workers=workers)["host_memory"]
@@ -101,14 +93,14 @@ def test_host_memory_is_divided_by_batches_and_processes(monkeypatch: pytest.Mon
         assert divided == max(1, int(HOST_MEMORY_FRACTION * 10**6 / 2 / (held * 1000)))
 
 
-def test_a_pinned_copy_counts_as_up_to_twice_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pinned_copy_counts_as_up_to_twice_its_batch(monkeypatch):
     monkeypatch.setattr(loader, "available_host_bytes", lambda: 10**6)
     for ranks in (1, 2):
         bound = bounds_of(workers=4, device="cuda", world_size=ranks)["host_memory"]
         assert bound == int(HOST_MEMORY_FRACTION * 10**6 / ranks / (17 * 3000))
 
 
-def test_available_memory_is_measured_and_bounds_are_one_at_least() -> None:
+def test_available_memory_is_measured_and_bounds_are_one_at_least():
     for workers in (0, 2):
         assert 1 <= bounds_of(workers=workers, sample_bytes=10**6)["host_memory"] < 10**7
     assert bounds_of(sample_bytes=10**15)["host_memory"] == 1

@@ -1,25 +1,21 @@
 """`DATA.AUTOBATCH.FIT`: remedies that a run switches on by itself until the wanted size fits."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import weakref
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from linnaeus.config.load import load_config
 from linnaeus.runtime.errors import ConfigError
 from tests.helpers.ledger import limit_with_room_for
-from tests.helpers.messages import Golden
-from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
+from tests.helpers.runs import SMALL, assert_same_bits, weights
 
 LARGEST = 8
 """Samples that fit without gradient checkpointing."""
@@ -32,9 +28,7 @@ class Plain(nn.Module):
     alive: ClassVar[list[weakref.ref[nn.Module]]] = []
     num_alive: ClassVar[list[int]] = []
 
-    def __init__(
-        self, num_classes: dict[str, int], largest: int = 10**6, rank: int | None = None
-    ) -> None:
+    def __init__(self, num_classes, largest=10**6, rank=None):
         super().__init__()
         self.largest, self.is_here = largest, rank in (None, int(os.environ.get("RANK", "0")))
         self.layers = nn.Sequential(nn.Linear(3 * 8 * 8, 64), nn.Dropout(0.1), nn.ReLU())
@@ -42,7 +36,7 @@ class Plain(nn.Module):
         self.alive.append(weakref.ref(self))
         self.num_alive.append(sum(model() is not None for model in self.alive))
 
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, images):
         most = self.largest if self.is_checkpointed else LARGEST
         if self.training and self.is_here and len(images) > most:
             torch.empty(1 << 50, dtype=torch.uint8)
@@ -56,7 +50,7 @@ class Plain(nn.Module):
 
 
 class Switchable(Plain):
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
+    def set_grad_checkpointing(self, enable=True):
         self.is_checkpointed = enable
 
 
@@ -75,23 +69,23 @@ WANTED = "DATA.AUTOBATCH.MIN_BATCH_SIZE=12"
 
 
 @pytest.fixture(autouse=True)
-def _no_models() -> None:
+def _no_models():
     Plain.alive.clear()
     Plain.num_alive.clear()
 
 
-def attempts(folder: Path) -> list[tuple[str, int | None, int]]:
+def attempts(folder):
     """The remedy, the size found and the wanted one, of each attempt."""
     fit = json.loads((folder / "autobatch.json").read_text())["train"].get("fit", [])
     return [(entry["remedy"], entry["batch_size"], entry["wanted"]) for entry in fit]
 
 
-def saved(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
+def saved(folder):
+    config = yaml.safe_load((folder / "config.yaml").read_text())
     return config
 
 
-def by_hand(folder: Path) -> tuple[str, ...]:
+def by_hand(folder):
     """Options that set what a run has found, and leave AutoBatch off."""
     data = saved(folder)["DATA"]
     return (
@@ -103,9 +97,7 @@ def by_hand(folder: Path) -> tuple[str, ...]:
     )
 
 
-def test_a_remedy_that_makes_the_wanted_size_fit_trains_as_one_set_by_hand(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_remedy_that_makes_the_wanted_size_fit_trains_as_one_set_by_hand(run, tmp_path):
     folder = tmp_path / "runs/small"
     outcome = run(*FIT, WANTED)
     assert outcome.code == 0, outcome.err
@@ -143,8 +135,8 @@ def test_a_remedy_that_makes_the_wanted_size_fit_trains_as_one_set_by_hand(
     ],
 )
 def test_a_remedy_is_switched_on_only_where_the_wanted_size_does_not_fit(
-    options: str, found: list[tuple[str, int | None, int]], run: Run, tmp_path: Path
-) -> None:
+    options, found, run, tmp_path
+):
     outcome = run(*FIT, *options.split())
     assert outcome.code == 0, outcome.err
     assert attempts(tmp_path / "runs/small") == found
@@ -155,11 +147,11 @@ def test_a_remedy_is_switched_on_only_where_the_wanted_size_does_not_fit(
 class Uneven(Switchable):
     """Has much to compute in one of both ways."""
 
-    def __init__(self, num_classes: dict[str, int], slow_if_checkpointed: bool) -> None:
+    def __init__(self, num_classes, slow_if_checkpointed):
         super().__init__(num_classes)
         self.slow_if_checkpointed = slow_if_checkpointed
 
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, images):
         if self.is_checkpointed == self.slow_if_checkpointed:
             torch.linalg.svd(torch.ones(300, 300))
         return super().forward(images)
@@ -167,9 +159,7 @@ class Uneven(Switchable):
 
 @pytest.mark.usefixtures("few_timed_steps")
 @pytest.mark.parametrize("slow_if_checkpointed", [False, True])
-def test_the_faster_of_both_ways_is_kept(
-    slow_if_checkpointed: bool, run: Run, tmp_path: Path
-) -> None:
+def test_the_faster_of_both_ways_is_kept(slow_if_checkpointed, run, tmp_path):
     options = (
         *FIT,
         f"MODEL._target_={__name__}.Uneven",
@@ -198,9 +188,7 @@ PLAIN = f"MODEL._target_={__name__}.Plain"
         (PLAIN, 2, "TRAIN.GRADIENT_CHECKPOINTING"),
     ],
 )
-def test_a_run_that_no_remedy_can_help_ends(
-    options: str, code: int, text: str, run: Run, tmp_path: Path
-) -> None:
+def test_a_run_that_no_remedy_can_help_ends(options, code, text, run, tmp_path):
     outcome = run(*FIT, WANTED, *options.split())
     assert (outcome.code, text in outcome.err) == (code, True)
     assert ("oom" in outcome.out) == (code == 3), (
@@ -213,7 +201,7 @@ def test_a_run_that_no_remedy_can_help_ends(
 @pytest.mark.parametrize(
     "value", ["[none,chekpointing]", "[]", "[none,none]", "[checkpointing,none]", "null"]
 )
-def test_a_wrong_list_is_refused(value: str) -> None:
+def test_a_wrong_list_is_refused(value):
     with pytest.raises(ConfigError, match=r"DATA\.AUTOBATCH\.FIT"):
         load_config([f"DATA.AUTOBATCH.FIT={value}"])
     assert (
@@ -222,7 +210,7 @@ def test_a_wrong_list_is_refused(value: str) -> None:
     )
 
 
-def test_messages(golden: Golden, run: Run) -> None:
+def test_messages(golden, run):
     """What a run says of its remedies, without the figures of this machine."""
     told = re.search(r"AutoBatch: .*FIT\)", run(*FIT, WANTED).out)
     assert told is not None
@@ -241,9 +229,7 @@ def test_messages(golden: Golden, run: Run) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_agree_that_a_size_does_not_fit_on_one_of_them(
-    torchrun: Run, tmp_path: Path, rank: int
-) -> None:
+def test_ranks_agree_that_a_size_does_not_fit_on_one_of_them(torchrun, tmp_path, rank):
     folder = tmp_path / "runs/small"
     outcome = torchrun(2, *FIT, WANTED, f"MODEL.rank={rank}")
     assert outcome.code == 0, outcome.err
@@ -259,9 +245,7 @@ def test_ranks_agree_that_a_size_does_not_fit_on_one_of_them(
 
 
 @pytest.mark.e2e
-def test_checkpointing_meets_a_limit_of_memory_that_the_model_alone_does_not(
-    run: Run, tmp_path: Path
-) -> None:
+def test_checkpointing_meets_a_limit_of_memory_that_the_model_alone_does_not(run, tmp_path):
     options = (
         *(option for option in FIT if "MODEL." not in option),
         "MODEL.NAME=test_vit",

@@ -1,7 +1,5 @@
 """Messages of the library name keys of the configuration in a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import re
@@ -19,7 +17,7 @@ LOGGER = logging.getLogger("linnaeus.autobatch")
 
 
 @pytest.mark.parametrize("mode", ["train", "val"])
-def test_each_argument_becomes_a_key_of_the_schema(mode: str) -> None:
+def test_each_argument_becomes_a_key_of_the_schema(mode):
     names = [field.name for field in dataclasses.fields(SearchSettings) if "_" in field.name]
     keys = in_keys(" ".join(names), mode).split()  # type: ignore[arg-type]
     assert len(keys) == len(names)
@@ -27,7 +25,7 @@ def test_each_argument_becomes_a_key_of_the_schema(mode: str) -> None:
     assert in_keys(" ".join(keys), mode).split() == keys  # type: ignore[arg-type]
 
 
-def test_remedies_of_the_library_become_keys_of_the_schema() -> None:
+def test_remedies_of_the_library_become_keys_of_the_schema():
     remedies = "the size of a sample; gradient checkpointing; bf16 autocast; choose a smaller model"
     for remedy in f"{remedies}; train with a smaller batch size".split("; "):
         keys = re.findall(r"[A-Z]+(?:\.[A-Z_]+)+", in_keys(remedy, "val"))
@@ -35,7 +33,7 @@ def test_remedies_of_the_library_become_keys_of_the_schema() -> None:
         assert set(keys) <= SCHEMA
 
 
-def test_lines_errors_and_notes_are_rewritten_inside(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_errors_and_notes_are_rewritten_inside(caplog):
     error = TooSmallError("raise max_trials", 3)
     error.add_note("min_batch_size chooses others")
     with suppress(TooSmallError), messages_in_keys("val"):

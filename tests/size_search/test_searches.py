@@ -1,31 +1,28 @@
 """The searches of a run: its own data, bounds and switches, and what it says about them."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import threading
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
 import linnaeus
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.batch_plan.effective_batch import Facts
-from linnaeus.batch_plan.plan import BatchPlan, plan_batches
+from linnaeus.batch_plan.plan import plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.run import run
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import AutoBatchError
-from linnaeus.size_search.planned_sizes import PlannedSizes, find_planned_sizes
-from linnaeus.size_search.searches import LIMITS_VARIABLE, SizeSearch, find_sizes
+from linnaeus.size_search.planned_sizes import find_planned_sizes
+from linnaeus.size_search.searches import LIMITS_VARIABLE, find_sizes
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL
 from tests.helpers.searches import CPU, ON, OWN_DATA, OWN_MODEL, SEEN, Model, prepared
@@ -33,12 +30,12 @@ from tests.helpers.searches import CPU, ON, OWN_DATA, OWN_MODEL, SEEN, Model, pr
 BARE = [option for option in SMALL if not option.startswith("MODEL.")]
 
 
-def plan_for(search: SizeSearch, size: int) -> BatchPlan:
+def plan_for(search, size):
     facts = Facts(max_micro_batch_size=size, world_size=1, num_samples=12, learning_rate=0.1)
     return plan_batches(search.train, OptimizerConfig(), ScheduleConfig(), facts)
 
 
-def entry(size: int, *trials: tuple[int, str, int]) -> dict[str, Any]:
+def entry(size, *trials):
     """What a search has found, as in a checkpoint; a trial is a size, its status and its peak."""
     runs = [
         {"batch_size": size, "status": status, "peak_bytes": peak, "seconds": 0.1}
@@ -60,11 +57,11 @@ def entry(size: int, *trials: tuple[int, str, int]) -> dict[str, Any]:
 # --- planned sizes ---
 
 
-def planned_sizes(search: SizeSearch, **checkpoint: Any) -> PlannedSizes:
+def planned_sizes(search, **checkpoint):
     return find_planned_sizes(search, partial(plan_for, search), checkpoint)
 
 
-def sizes_tried(result: AutoBatchResult) -> list[int]:
+def sizes_tried(result):
     return [trial.size for trial in result.trials]
 
 
@@ -72,8 +69,8 @@ def sizes_tried(result: AutoBatchResult) -> list[int]:
     ("statuses", "tried"), [([], True), (["fits", "over"], True), (["over", "fits"], False)]
 )
 def test_the_newest_trial_of_a_planned_size_decides_whether_it_is_tried_again(
-    statuses: list[str], tried: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    statuses, tried, monkeypatch
+):
     search, _ = prepared(OWN_MODEL, OWN_DATA, "TRAIN.EFFECTIVE_BATCH_SIZE=12")
     runs = [(8, "fits"), *((6, status) for status in statuses)]
     found = {
@@ -94,9 +91,7 @@ SAVED = {"train": entry(7), "val": entry(9)}
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(512, (7, 9)), (5, (5, 9)), (4, (4, 8))])
-def test_a_resumed_run_tries_the_sizes_of_its_checkpoint_once(
-    most: int, sizes: tuple[int, int]
-) -> None:
+def test_a_resumed_run_tries_the_sizes_of_its_checkpoint_once(most, sizes):
     """Without the checkpoint it takes all 12 samples; a bound that is lower now counts."""
     search, _ = prepared(OWN_MODEL, OWN_DATA, f"DATA.AUTOBATCH.MAX_BATCH_SIZE={most}")
     planned = planned_sizes(search, autobatch=SAVED)
@@ -108,7 +103,7 @@ def test_a_resumed_run_tries_the_sizes_of_its_checkpoint_once(
         assert planned_sizes(search).batch_sizes == {"train": 12, "val": 12}
 
 
-def test_only_modes_that_are_searched_take_a_size_of_the_checkpoint() -> None:
+def test_only_modes_that_are_searched_take_a_size_of_the_checkpoint():
     only_val = ("DATA.AUTOBATCH.ENABLED=False", "DATA.AUTOBATCH.ENABLED_VAL=True")
     search, _ = prepared(OWN_MODEL, OWN_DATA, *only_val)
     assert planned_sizes(search, autobatch=SAVED).batch_sizes == {"val": 9}
@@ -118,9 +113,7 @@ def test_only_modes_that_are_searched_take_a_size_of_the_checkpoint() -> None:
 
 
 @pytest.mark.parametrize(("most", "limit", "val"), [(512, 6, 7), (4, 4, 7), (3, 3, 6)])
-def test_under_a_limit_only_the_validation_size_of_the_checkpoint_is_tried(
-    most: int, limit: int, val: int
-) -> None:
+def test_under_a_limit_only_the_validation_size_of_the_checkpoint_is_tried(most, limit, val):
     """Training's size only says how many samples a step takes: smaller micro-batches are trained."""
     search, _ = prepared(
         OWN_MODEL,
@@ -140,7 +133,7 @@ def test_under_a_limit_only_the_validation_size_of_the_checkpoint_is_tried(
     assert max(shapes) == max(limit, val)
 
 
-def test_a_limit_without_a_size_of_training_is_left_behind() -> None:
+def test_a_limit_without_a_size_of_training_is_left_behind():
     search, _ = prepared(OWN_MODEL, OWN_DATA)
     planned = planned_sizes(search, autobatch={}, micro_batch_limit=6)
     assert (planned.batch_sizes["train"], planned.micro_batch_limit) == (12, None)
@@ -158,9 +151,7 @@ def test_a_limit_without_a_size_of_training_is_left_behind() -> None:
         (("START=9999",), (12, 12)),
     ],
 )
-def test_a_search_starts_at_the_size_of_its_mode_and_finds_the_same(
-    options: tuple[str, ...], tried: tuple[int, int]
-) -> None:
+def test_a_search_starts_at_the_size_of_its_mode_and_finds_the_same(options, tried):
     argv = [f"DATA.AUTOBATCH.{option}" for option in options]
     found = find_sizes(prepared(OWN_MODEL, OWN_DATA, *argv)[0])
     assert tuple(sizes_tried(result)[0] for result in found.values()) == tried
@@ -170,7 +161,7 @@ def test_a_search_starts_at_the_size_of_its_mode_and_finds_the_same(
 # --- bounds ---
 
 
-def test_the_samples_of_one_process_bound_both_sizes() -> None:
+def test_the_samples_of_one_process_bound_both_sizes():
     search, _ = prepared(*BARE, OWN_MODEL)
     found = find_sizes(search)
     for mode, size in (("train", 96), ("val", 31)):
@@ -179,7 +170,7 @@ def test_the_samples_of_one_process_bound_both_sizes() -> None:
         assert max(trial.size for trial in result.trials) == size
 
 
-def test_host_memory_that_the_loader_needs_bounds_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_that_the_loader_needs_bounds_the_size(monkeypatch):
     bytes_per_batch = 8 * (3 * 32 * 32 + 2 * 8)
     monkeypatch.setattr(
         "linnaeus.autobatch.memory.loader.available_host_bytes", lambda: 2 * 6 * bytes_per_batch
@@ -191,7 +182,7 @@ def test_host_memory_that_the_loader_needs_bounds_the_size(monkeypatch: pytest.M
         assert max(trial.size for trial in result.trials) == result.batch_size
 
 
-def test_memory_bounds_the_size() -> None:
+def test_memory_bounds_the_size():
     """A limit of some MiB beyond what the process holds, once it has loaded all that it needs."""
     options = (
         *BARE,
@@ -213,7 +204,7 @@ def test_memory_bounds_the_size() -> None:
     assert again.batch_size < size
 
 
-def test_each_rank_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_its_own_limit(monkeypatch):
     search, _ = prepared(OWN_MODEL, OWN_DATA)
     monkeypatch.setenv(LIMITS_VARIABLE, "0.01,1000")
     with pytest.raises(AutoBatchError):
@@ -225,7 +216,7 @@ def test_each_rank_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what a trial sees ---
 
 
-def test_samples_of_differing_shape_are_measured_at_the_largest_of_those_looked_at() -> None:
+def test_samples_of_differing_shape_are_measured_at_the_largest_of_those_looked_at():
     search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.ENABLED_VAL=False")
     found = find_sizes(search)
     assert {shape[2:] for shape in SEEN["shapes"]} == {(19, 19)}
@@ -245,8 +236,8 @@ MIXED = ("DATA.AUGMENT.MIXUP=0.4", "DATA.AUGMENT.CUTMIX=1.0", "LOSS.LABEL_SMOOTH
 
 @pytest.mark.parametrize(("steps", "num_micro_batches"), [(1, 1), (5, 2)])
 def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
-    steps: int, num_micro_batches: int
-) -> None:
+    steps, num_micro_batches
+):
     search, _ = prepared(
         OWN_MODEL, OWN_DATA, f"TRAIN.ACCUMULATION_STEPS={steps}", "DATA.AUTOBATCH.ENABLED_VAL=False"
     )
@@ -259,8 +250,8 @@ def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
 
 
 def test_each_training_trial_and_timing_makes_its_own_wrapper(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Its buckets belong to the peak, and a wrapper is unusable after an error in the middle of a step."""
     wrappers = []
     monkeypatch.setattr(
@@ -275,7 +266,7 @@ def test_each_training_trial_and_timing_makes_its_own_wrapper(
         assert len(wrappers) == 2 + len(finder.trials)
 
 
-def test_several_searches_of_a_mode_are_told_as_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_several_searches_of_a_mode_are_told_as_one(caplog):
     """As those of a sharded run: each rank alone, then all together."""
     search, _ = prepared(OWN_MODEL, OWN_DATA)
     caplog.set_level("INFO", "linnaeus.autobatch")
@@ -289,10 +280,10 @@ def test_several_searches_of_a_mode_are_told_as_one(caplog: pytest.LogCaptureFix
     assert len([text for text in caplog.messages if "budget" in text]) == 1
 
 
-def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
+def test_trials_train_on_mixed_batches_and_validate_on_labels():
     options = (*MIXED, "TRAIN.AMP=bf16", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
     search, assembly = prepared(*BARE, OWN_MODEL, *options)
-    seen: dict[bool, set[tuple[torch.dtype, int]]] = {True: set(), False: set()}
+    seen = {True: set(), False: set()}
     assembly.criterion.register_forward_hook(
         lambda module, arguments, _: seen[torch.is_grad_enabled()].add(
             (arguments[1].dtype, arguments[1].shape[1])
@@ -310,7 +301,7 @@ def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
     assert prediction.reserved_bytes(2048) > prediction.reserved_bytes(8)
 
 
-def test_an_error_of_the_users_model_ends_the_search_with_that_error() -> None:
+def test_an_error_of_the_users_model_ends_the_search_with_that_error():
     with pytest.raises(ZeroDivisionError):
         find_sizes(prepared(OWN_MODEL, OWN_DATA, "MODEL.fails_at=5")[0])
 
@@ -320,7 +311,7 @@ class Deep(Model):
 
     stacks: ClassVar[list[list[str]]] = []
 
-    def forward(self, images: Tensor) -> Any:
+    def forward(self, images):
         frames, main = sys._current_frames(), threading.main_thread().ident
         threads = [frames[ident] for ident in dict.fromkeys((main, threading.get_ident())) if ident]
         calls = [call for frame in threads for call in traceback.extract_stack(frame)]
@@ -329,7 +320,7 @@ class Deep(Model):
         return super().forward(images)
 
 
-def test_ten_functions_lie_between_a_run_and_the_forward_pass_of_a_trial(tmp_path: Path) -> None:
+def test_ten_functions_lie_between_a_run_and_the_forward_pass_of_a_trial(tmp_path):
     """On the CPU, those of the thread that waits for the trial count too."""
     argv = (ON, OWN_DATA, f"MODEL._target_={__name__}.Deep", f"EXPERIMENT.OUTPUT_DIR={tmp_path}")
     run(load_config([*argv, "EXPERIMENT.DEVICE=cpu", "DATA.AUTOBATCH.MAX_BATCH_SIZE=2"]).config)

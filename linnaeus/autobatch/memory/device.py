@@ -70,13 +70,13 @@ class AcceleratorMemory(DeviceMemory):
 
     def allocated_bytes(self) -> int:
         """Sum of all blocks that the allocator has handed out."""
-        return int(self._api.memory_stats(self.device).get("allocated_bytes.all.allocated", 0))
+        return self._count("allocated_bytes.all.allocated")
+
+    def _count(self, name: str) -> int:
+        return int(self._api.memory_stats(self.device).get(name, 0))
 
     def _free_and_total(self) -> tuple[int, int]:
-        api = self._api
-        read = api.mem_get_info if api is torch.cuda else api.get_memory_info
-        free, total = read(self.device)
-        return int(free), int(total)
+        return torch.accelerator.get_memory_info(self.device)
 
 
 class CudaMemory(AcceleratorMemory):
@@ -167,10 +167,10 @@ class CudaMemory(AcceleratorMemory):
 
     def _free_and_total(self) -> tuple[int, int]:
         """Of memory shared with the host, the driver counts cached files as used, which give way."""
-        free, total = super()._free_and_total()
-        return (
-            max(free, min(available_host_bytes(), total)) if self._is_integrated else free
-        ), total
+        free, total = torch.cuda.mem_get_info(self.device)
+        if self._is_integrated:
+            free = max(free, min(available_host_bytes(), total))
+        return free, total
 
     def _settings(self) -> dict[str, Any]:
         """The allocator's settings; only torch's own has any, and no public function returns them."""
@@ -189,9 +189,6 @@ class CudaMemory(AcceleratorMemory):
         if int(fraction * self.total_bytes) < bytes_:
             fraction = math.nextafter(fraction, 1.0)
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
-
-    def _count(self, name: str) -> int:
-        return int(torch.cuda.memory_stats(self.device).get(name, 0))
 
 
 def device_memory(device: torch.device, neighbours: Sequence[int] = ()) -> DeviceMemory:

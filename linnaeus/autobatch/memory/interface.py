@@ -110,8 +110,7 @@ class DeviceMemory(FailedAllocations, ABC):
 def empty_cache(device: torch.device) -> None:
     """Return the memory that the device's allocator keeps for reuse; the CPU's keeps none."""
     if device.type != "cpu":
-        module = torch.get_device_module(device)
-        (module if hasattr(module, "empty_cache") else torch.accelerator).empty_cache()
+        torch.get_device_module(device).empty_cache()
 
 
 def synchronize(device: torch.device) -> None:

@@ -17,9 +17,6 @@ a parabola through them and 0 where it grows much faster. At any other batch siz
 are replayed through a model of the caching allocator. That includes fragmentation, which a line through the
 two peaks does not.
 
-A step is traced as it would run now: `torch.backends.cudnn.benchmark` counts, since with it the first step
-empties the allocator's cache again and again, and later steps find no leftovers of the first.
-
 For a model that is built for this only, build model and optimizer inside `with torch.device("meta")`;
 otherwise pass the existing objects as `state`: they are put on `meta` meanwhile.
 """
@@ -75,11 +72,8 @@ class Prediction:
 
         Raises:
             UntraceableError: the step does other things at the second size, so its peak at others is a guess.
-            ValueError: the batch sizes are not in ascending order.
         """
         low, high = first.batch_size, second.batch_size
-        if not low < high:
-            raise ValueError(f"traces at {low} and {high}: not in ascending order")
         if [event[:2] for event in first.events] != [event[:2] for event in second.events]:
             raise UntraceableError(
                 f"the step runs other operations with {high} samples than with {low}, such as a loop over "
@@ -229,8 +223,6 @@ def replay(events: Iterable[Event], limit_bytes: float = math.inf) -> CachingAll
         if kind == "release":
             if storage in blocks:
                 allocator.free(blocks.pop(storage))
-        elif kind == "flush":
-            allocator.empty_cache()
         elif num_bytes:
             with contextlib.suppress(*[OutOfMemory] if label == CONV_WORKSPACE else []):
                 blocks[storage] = allocator.allocate(num_bytes, stream)

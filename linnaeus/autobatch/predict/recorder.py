@@ -67,8 +67,7 @@ class Event(NamedTuple):
     """An event of the device's memory.
 
     Attributes:
-        kind: `allocate`, `release`, `flush` (the allocator gives its free segments back) or `mark` (a step
-            has ended).
+        kind: `allocate`, `release` or `mark` (a step has ended).
         storage: names the storage, in the order of allocation; 0 for other events.
         num_bytes: of the storage.
         label: the operation that allocates, or `CONV_WORKSPACE`.
@@ -101,7 +100,6 @@ class Recorder(WatchingMode):
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
         self._num_allocated = 0
         self._has_blas = [False, False]
-        self._timed: set[Any] = set()
         self.values = Values()
         self._originals: set[int] = set()
         self._optimizes = False
@@ -206,23 +204,6 @@ class Recorder(WatchingMode):
         if not self._has_blas[in_backward]:
             self._has_blas[in_backward] = True
             self.allocate(BLAS_WORKSPACE_BYTES, "cublas")
-
-    def use_cudnn(
-        self, kind: str, x: Tensor, w: Tensor, y: Tensor, groups: int, strides: list[int]
-    ) -> None:
-        """Record the workspace of a convolution's kernel.
-
-        With `torch.backends.cudnn.benchmark`, kernels are timed where a convolution runs for the first time;
-        torch then gives the free segments back to the device (aten/src/ATen/native/cudnn/Conv_v8.cpp).
-        torch has kernels of its own for contiguous depthwise convolutions in float32.
-        """
-        is_last, item_bytes = _conv_format(x, w) is torch.channels_last, x.element_size()
-        facts = kind, x.shape, w.shape, y.shape, groups, tuple(strides), item_bytes, is_last
-        is_by_cudnn = not _is_depthwise(x, groups) or is_last or item_bytes < 4
-        if torch.backends.cudnn.benchmark and is_by_cudnn and facts not in self._timed:
-            self._timed.add(facts)
-            self.events.append(Event("flush", label="convolution"))
-        self.borrow(conv_workspace_bytes(kind, x, w, y, groups), CONV_WORKSPACE)
 
     def run(self, call: Call) -> Any:
         """Run an operation and record its outputs."""
@@ -394,7 +375,8 @@ def _convolution(recorder: Recorder, call: Call) -> Tensor:
     with _conv_copies(recorder, x, w):
         y: Tensor = _in_format(call.func(*call.args, **call.kwargs), _conv_format(x, w))
         recorder.track(y, call.name)
-        recorder.use_cudnn("forward", x, w, y, call.args[8], call.args[3])
+        workspace_bytes = conv_workspace_bytes("forward", x, w, y, call.args[8])
+        recorder.borrow(workspace_bytes, CONV_WORKSPACE)
     return y
 
 
@@ -409,7 +391,8 @@ def _convolution_backward(recorder: Recorder, call: Call) -> Any:
             if output is not None:
                 recorder.track(output, call.name)
                 if kind != "bias":
-                    recorder.use_cudnn(kind, x, w, grad, call.args[9], call.args[4])
+                    workspace_bytes = conv_workspace_bytes(kind, x, w, grad, call.args[9])
+                    recorder.borrow(workspace_bytes, CONV_WORKSPACE)
     return outputs
 
 
@@ -436,10 +419,6 @@ def _conv_copies(recorder: Recorder, *tensors: Tensor) -> contextlib.AbstractCon
     return recorder.holding("copy", *(tensor.nbytes for tensor in strided))
 
 
-def _is_depthwise(x: Tensor, groups: int) -> bool:
-    return 1 < groups == x.shape[1]
-
-
 def conv_workspace_bytes(kind: str, x: Tensor, w: Tensor, y: Tensor, groups: int) -> int:
     """Return the workspace of the kernel of a convolution or of one of its gradients.
 
@@ -455,7 +434,8 @@ def conv_workspace_bytes(kind: str, x: Tensor, w: Tensor, y: Tensor, groups: int
         groups: number of groups.
     """
     is_product = prod(w.shape[2:]) == 1 and groups == 1
-    if kind != "input" or is_product or _is_depthwise(x, groups):
+    is_depthwise = 1 < groups == x.shape[1]
+    if kind != "input" or is_product or is_depthwise:
         return 0
     return x.element_size() * (x.numel() + y.numel() + w.numel())
 

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.collectives import collectives_refused
 from linnaeus.autobatch.state.sharded import fake_groups, modules_of
-from linnaeus.autobatch.state.snapshot import parameters_of
 
 _COMMUNICATING = frozenset(
     {
@@ -37,8 +36,7 @@ def check_can_step_alone(state: Sequence[Any]) -> None:
         AutoBatchError: it cannot with one of the objects; names its class.
     """
     inside = [getattr(part, "optimizer", None) for part in state]  # of wrappers
-    parameters = (tensor for part in state for tensor in parameters_of(part))
-    for part in (*state, *inside, *modules_of(state), *parameters):
+    for part in (*state, *inside, *modules_of(state)):
         for name in _COMMUNICATING.intersection(kind.__name__ for kind in type(part).__mro__):
             raise AutoBatchError(
                 f"AutoBatch: {name} in state communicates in every step, but only one rank steps during a "

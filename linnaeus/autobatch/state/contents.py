@@ -75,8 +75,8 @@ class Contents:
             else:
                 waiting.extend(inside(value))
 
-    def restore(self, *, with_values: bool = True) -> None:
-        """Undo all changes; values of parameters only `with_values`."""
+    def restore(self) -> None:
+        """Undo all changes."""
         for container, content in self._containers:
             if not _holds(container, content):
                 container.clear()
@@ -84,7 +84,7 @@ class Contents:
                     content
                 )
         for tensor in self.tensors:
-            tensor.restore(with_value=with_values or not isinstance(tensor, _ParameterCopy))
+            tensor.restore()
         for write in self._writes:
             write()
 
@@ -133,7 +133,7 @@ class _TensorCopy(TensorValue):
         super().__init__(tensor)
         self.tensor = tensor
 
-    def restore(self, *, with_value: bool = True) -> None:
+    def restore(self) -> None:
         """Put the value back; into new memory where shape, dtype or device have changed."""
         tensor, value = self.tensor, self.on_host
         has_changed = (tensor.shape, tensor.dtype, tensor.device) != (
@@ -141,9 +141,9 @@ class _TensorCopy(TensorValue):
             value.dtype,
             self._device,
         )
-        if has_changed or (with_value and tensor.is_sparse):
+        if has_changed or tensor.is_sparse:
             tensor.data = self.on_device()
-        elif with_value:
+        else:
             if 0 in tensor.stride():  # expanded: several elements share memory
                 once = tuple(slice(None if stride else 1) for stride in tensor.stride())
                 tensor, value = tensor[once], value[once]
@@ -162,9 +162,9 @@ class _ParameterCopy(_TensorCopy):
         if self._gradient is not None:
             self.nbytes += self._gradient.nbytes
 
-    def restore(self, *, with_value: bool = True) -> None:
+    def restore(self) -> None:
         self.tensor.grad = None  # torch checks it against the value that is put back
-        super().restore(with_value=with_value)
+        super().restore()
         if self._gradient is not None:
             self._gradient.restore()
             self.tensor.grad = self._gradient.tensor

@@ -126,21 +126,15 @@ class Snapshot:
                 )
 
     @torch.no_grad()
-    def restore_parts(self, *, with_optimizers: bool = True, with_values: bool = True) -> None:
-        """Restore `state`, or only what affects memory.
-
-        Args:
-            with_optimizers: also restore optimizer state and module attributes, which training keeps
-                allocated.
-            with_values: also restore the values of parameters.
-        """
+    def restore_parts(self, *, with_optimizers: bool = True) -> None:
+        """Restore `state`; optimizer state and module attributes, which training keeps, only if asked to."""
         self._reset_sharding()
-        self._always.restore(with_values=with_values)
+        self._always.restore()
         if with_optimizers:
             for module, kind in self._kinds:  # parametrizations replace it
                 if type(module) is not kind:
                     module.__class__ = kind
-            self._kept.restore(with_values=with_values)
+            self._kept.restore()
         for part, saved in self._others:
             part.load_state_dict(nest.map_leaves(_loaded, saved))
         for module, extra in self._extra:

@@ -201,7 +201,16 @@ class _Search:
         callback, trainer, module = self.callback, self.trainer, self.module
         name, val_name = callback._names["train"], callback._names["val"]
         effective, options = callback._effective_batch_size, callback._options
-        self._check()
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise AutoBatchError(
+                f"AutoBatch: training_step of {type(module).__name__} takes dataloader_iter, and so reads "
+                "its batches by itself; let it take batch"
+            )
+        if effective is not None and not module.automatic_optimization:
+            raise AutoBatchError(
+                f"AutoBatch: effective_batch_size is {effective}, but {type(module).__name__} optimizes "
+                "manually, and so accumulates gradients by itself; leave effective_batch_size out"
+            )
         if callback._cost is not None:
             self._find_budget(callback._cost)
             return
@@ -263,7 +272,6 @@ class _Search:
             run,
             {**options, "max_batch_size": UNBOUNDED},
             self._earlier.get("train"),
-            "the run that is resumed",
             control=self.control,
             state=self._state,
             device=trainer.strategy.root_device,
@@ -311,20 +319,6 @@ class _Search:
             bounds=bounds,
         )
         return self.results[mode].batch_size
-
-    def _check(self) -> None:
-        """Refuse what cannot be searched, apart from loaders."""
-        module, effective = type(self.module).__name__, self.callback._effective_batch_size
-        if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
-            raise AutoBatchError(
-                f"AutoBatch: training_step of {module} takes dataloader_iter, and so reads its batches by "
-                "itself; let it take batch"
-            )
-        if effective is not None and not self.module.automatic_optimization:
-            raise AutoBatchError(
-                f"AutoBatch: effective_batch_size is {effective}, but {module} optimizes manually, and so "
-                "accumulates gradients by itself; leave effective_batch_size out"
-            )
 
 
 def _check_strategy(trainer: Any) -> None:

@@ -21,23 +21,16 @@ from torch.utils.data.distributed import DistributedSampler
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.integrations.budget import Ends, with_budget
-from linnaeus.integrations.samples import Largest, copied, shapes_in
+from linnaeus.integrations.samples import Largest, copied, loading_of, shapes_in
 
 PROBE = 3
 """Size with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""
 
 Mode = Literal["train", "val"]
 
-_LOADING = (
-    "num_workers",
-    "prefetch_factor",
-    "pin_memory",
-    "multiprocessing_context",
-    "worker_init_fn",
-)
-_REMEDY = "give a function that makes the worst batch of n samples: make_batch="
 _NUM_TRANSFERS = 8
 """Transfers of a batch whose shapes are compared."""
+_REMEDY = "give a function that makes the worst batch of n samples: make_batch="
 
 
 class Loaders:
@@ -109,7 +102,7 @@ class Loaders:
                 remedy=_REMEDY,
                 timeout_minutes=self._options["timeout_minutes"],
                 device=self._trainer.strategy.root_device,
-                **{name: getattr(loader, name) for name in _LOADING},
+                **loading_of(loader),
             )
             for loader, _ in self._loaders
         ]

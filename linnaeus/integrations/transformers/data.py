@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import ConcatDataset
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.result import Mode
-from linnaeus.integrations.budget import Ends, costs_of, with_budget
-from linnaeus.integrations.samples import Largest, is_read_by_index
-
-_LOADING = ("num_workers", "prefetch_factor", "pin_memory")
+from linnaeus.integrations.accelerate import loader_of_rank
+from linnaeus.integrations.budget import Ends, costs_of
+from linnaeus.integrations.samples import Largest, is_read_by_index, loading_of
 
 
 def trial_data(
@@ -48,7 +46,7 @@ def trial_data(
         remedy=f"give some of the largest: autobatch(trainer, {argument}=[...])",
         timeout_minutes=timeout_minutes,
         device=trainer.args.device,
-        **{name: getattr(trainer.args, f"dataloader_{name}") for name in _LOADING},
+        **loading_of(loaders[0]),
     )
     return look, num_samples
 
@@ -79,12 +77,7 @@ def budget_loader(trainer: Any, ends: Ends, budget: int) -> Any:
     """The trainer's loader, with batches within a budget that every rank takes by itself."""
     loader, args = type(trainer).get_train_dataloader(trainer), trainer.args
     seed = args.seed if args.data_seed is None else args.data_seed
-    ranks = {"num_replicas": args.world_size, "rank": args.process_index}
-    plain = with_budget(loader, ends, budget, seed=seed, **ranks)
-    # The ranks have shared the batches out.
-    return prepare_data_loader(
-        plain, args.device, num_processes=1, process_index=0, put_on_device=True
-    )
+    return loader_of_rank(trainer.accelerator, loader, ends, budget, seed=seed)
 
 
 def _checked_loader(trainer: Any) -> Any:
