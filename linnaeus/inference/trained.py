@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,6 +136,12 @@ class TrainedRun:
         if not isinstance(images, Iterable):
             raise TypeError(
                 f"images must be an image or an iterable of images, not {images!r:.100}"
+            )
+        known = [each.name for each in fields(Predictor) if each.init][1:]
+        if unknown := [name for name in options if name not in known]:
+            raise TypeError(
+                f"{unknown[0]}: predict takes no such argument; it takes {', '.join(known)}, and "
+                "load_run takes device"
             )
         if options.get("batch_size") is None:
             options["batch_size"] = self._batch_size_found
