@@ -119,8 +119,4 @@ PARSER = CommandParser(
     words="RUN --format FORMAT [options]",
     description=DESCRIPTION,
     details=DETAILS,
-    gone={
-        "--images": "is gone; leave it out: the check needs no images",
-        "--level": "is gone; docs/export.md shows how to make a folder for timm from a safetensors file",
-    },
 )

@@ -140,7 +140,7 @@ def read(argv: Sequence[str]) -> tuple[PredictOptions]:
     for word in () if options.split else options.images:
         if problem := problem_of(word):
             problems.append(f"IMAGES: {word}: {problem}")
-    if STDIN in options.images and options.launch.launcher == "slurm":
+    if STDIN in options.images and options.launcher == "slurm":
         problems.append(
             "IMAGES: '-' reads standard input, which a SLURM job lacks; pass files, directories or patterns, "
             "or drop --launcher slurm"

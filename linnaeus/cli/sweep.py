@@ -26,7 +26,7 @@ from linnaeus.cli.parser import (
 )
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.runtime.words import counted
-from linnaeus.sweep.slurm import LaunchOptions, check_sbatch
+from linnaeus.sweep.slurm import check_sbatch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,7 +101,7 @@ class SweepOptions(Options):
         "NAME",
         _read_metric,
     )
-    jobs: None = option(
+    jobs: int | None = option(
         "workers, and so runs at once; default: 1 (it uses all GPUs); on SLURM one for each run (4 in a "
         "search)",
         "N",
@@ -153,7 +153,7 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
             problems.append("--search optuna: needs Optuna: pip install 'linnaeus[sweep]'")
         if options.trials is None and not any("--trials" in each for each in problems):
             problems.append("--trials: say how many runs the search may have, such as --trials 40")
-    is_here = options.launch.launcher != "slurm" and not line.print_config
+    is_here = options.launcher != "slurm" and not line.print_config
     plans = _plans(points, problems, references=is_here)
     if problems:
         raise ConfigError(problems)
@@ -169,7 +169,7 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
         trials=options.trials,
         prune=not options.no_prune,
     )
-    if not options.launch.dry_run:
+    if not options.dry_run:
         sweep.check()
     return options, sweep, plans
 
@@ -231,7 +231,7 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
     from linnaeus.runtime.signals import handled
 
     console = make_console()
-    if not options.launch.dry_run:  # which prints what a shell or sbatch reads
+    if not options.dry_run:  # which prints what a shell or sbatch reads
         set_up_logging(None, rank=0, console=console)
     try:
         if options.status:
@@ -240,11 +240,11 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
             if problem := _missing_metric(table):
                 raise ConfigError(problem)
             return 0
-        shares = _shares(options.launch, plans)
-        if options.launch.dry_run:
+        shares = _shares(options, plans)
+        if options.dry_run:
             console.print(_dry_run(options, sweep, shares), soft_wrap=True, end="")
             return 0
-        is_on_slurm = options.launch.launcher == "slurm"
+        is_on_slurm = options.launcher == "slurm"
         if is_on_slurm:
             check_sbatch()
         sweep.write()
@@ -447,11 +447,11 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-def _shares(launch: LaunchOptions, plans: Sequence[Plan]) -> list[Share]:
+def _shares(options: SweepOptions, plans: Sequence[Plan]) -> list[Share]:
     """One for each worker on this machine."""
-    if launch.launcher == "slurm":
+    if options.launcher == "slurm":
         return [Share()]
-    num_jobs = launch.jobs or 1
+    num_jobs = options.jobs or 1
     is_cpu = all(config.EXPERIMENT.DEVICE == "cpu" for _, config in plans)
     gpus = [] if is_cpu else visible_gpus()
     shares = divide(num_jobs, gpus, sorted(os.sched_getaffinity(0)) if num_jobs > 1 else [])
@@ -522,7 +522,7 @@ def _script(options: SweepOptions, sweep: Sweep) -> str:
     from linnaeus.sweep.slurm import workers_script
 
     num_runs = len(sweep.runs) if sweep.trials is None else min(JOBS_OF_A_SEARCH, sweep.trials)
-    return workers_script(sweep.folder, options.launch, num_runs)
+    return workers_script(sweep.folder, options.slurm, options.jobs or num_runs)
 
 
 def _watch_jobs(watch: Watch, options: SweepOptions, sweep: Sweep, received: list[int]) -> None:
@@ -548,7 +548,7 @@ def _watch_jobs(watch: Watch, options: SweepOptions, sweep: Sweep, received: lis
 
 def _dry_run(options: SweepOptions, sweep: Sweep, shares: Sequence[Share]) -> str:
     """What would be started."""
-    if options.launch.launcher == "slurm":
+    if options.launcher == "slurm":
         return _script(options, sweep)
     runs = [run.title for run in sweep.grid()]
     if sweep.trials is not None:
@@ -566,8 +566,4 @@ PARSER = CommandParser(
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the configuration of each run, and exit",
-    gone={
-        "--plot": "is gone; the picture is sweep.png beside the runs",
-        "--predict-gpu": "is gone; predict one run with linnaeus analyze --predict --gpu NAME",
-    },
 )

@@ -32,7 +32,7 @@ LINES = {
     "predict without images": (predict, ["runs/one"]),
     "words of export": (
         export,
-        ["run/other", "--format=onyx", "--outputs=p", "--images", "x.jpg", "-"],
+        ["run/other", "--format=onyx", "--outputs=p", "-"],
     ),
     "export without a format": (export, ["runs/one", "runs/other"]),
     "names of compare": (

@@ -191,5 +191,4 @@ PARSER = CommandParser(
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the configuration of the evaluation, and exit",
-    gone={"--plot": "is gone; the picture is <output>.png"},
 )
