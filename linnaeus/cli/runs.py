@@ -372,13 +372,16 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 # Reading. A file is read again only when it has changed.
 
 
-def read_run(folder: Path) -> Row:
-    """Read a run. A file that is missing or damaged leaves its part unknown."""
-    row = Row(folder, read_state(folder))
+def read_run(folder: Path, values: dict[str, str] | None = None) -> Row:
+    """Read a run. A file that is missing or damaged leaves its part unknown.
+
+    `values` are those of a sweep's run, which does not need its configuration then.
+    """
+    row = Row(folder, read_state(folder), values=values or {})
     names = (CONFIG, ASKED)  # the second is all that a run of a sweep has before its first step
     file = next((folder / name for name in names if (folder / name).exists()), folder / CONFIG)
     row.config, row.planned, problem = _config(file, _version(file))
-    row.problems += [problem] if problem else []
+    row.problems += [problem] if problem and values is None else []
     result = read_result(folder) if row.state.status == "finished" else {}
     row.planned = {**row.planned, **result}
     row.history, is_damaged = _history(folder / METRICS, _version(folder / METRICS))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -40,6 +40,9 @@ from linnaeus.runtime.run_folder import (
     read_state,
 )
 from linnaeus.sweep.space import NOT_SWEPT, Combination, title_of
+
+if TYPE_CHECKING:
+    from linnaeus.sweep.search import Study
 
 logger = logging.getLogger("linnaeus.sweep")
 ASKED = "logs/config.yaml"
@@ -275,6 +278,11 @@ class Sweep:
         return [
             SweepRun(self.folder / run["name"], run["values"], run["config"]) for run in entries
         ]
+
+    def begun(self, study: Study | None) -> list[SweepRun]:
+        """The runs of a grid, or the trials so far of a search, each folder once."""
+        found = self.grid() if study is None else [run for _, run in study.runs()]
+        return [*{run.folder: run for run in found}.values()]
 
     def repeat_failed(self) -> None:
         """Forget that runs of a grid have failed: workers take them again, from their checkpoints."""

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from linnaeus.cli.sweep import _watch
+from linnaeus.cli.sweep import SweepOptions, watch
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.run_folder import CLAIMS, OUTPUT, Claim, Holder, LostFolderError, read_state
 from linnaeus.sweep.folder import Sweep
@@ -328,6 +328,6 @@ def test_each_run_that_has_begun_or_ended_is_told(tmp_path, monkeypatch, caplog)
     sweep = planned_sweep(*TINY, "EXPERIMENT.SEED=1,2,3")
     write_run(sweep.folder / "EXPERIMENT.SEED=1")
     mine = Claim(sweep.folder / "EXPERIMENT.SEED=2")
-    _watch(sweep, None, lambda: False, lambda: False, [signal.SIGINT], 0)
+    watch(SweepOptions(), sweep, None, [signal.SIGINT], lambda: False, 0)
     mine.release()
     assert caplog.messages == ["EXPERIMENT.SEED=1: finished", "EXPERIMENT.SEED=2: running"]
