@@ -52,7 +52,7 @@ def option(
         takes: whether a word is one of several values; `read` then gets the list of all.
         launches: says where the command runs; a job of SLURM does not take it along.
         short: another name.
-        choices: what completion offers, where `metavar` is no `a|b`.
+        choices: values that completion offers.
         needs: the option without which it means nothing.
         not_with: options with which it means nothing, each with the reason.
     """
@@ -84,7 +84,8 @@ def read_choice(choices: Collection[str], text: str) -> str:
 
 def choice(text: str, choices: Sequence[str], default: str | None = None, **rest: Any) -> Any:
     """An option whose value is one of some words."""
-    return option(text, "|".join(choices), partial(read_choice, choices), default, **rest)
+    read = partial(read_choice, choices)
+    return option(text, "|".join(choices), read, default, choices=choices, **rest)
 
 
 @dataclass
@@ -117,6 +118,7 @@ class RunOptions(Options):
     checkpoint: str | None = option(
         "checkpoint: best (default), last, or a file; not where RUN is a checkpoint itself",
         "best|last|FILE",
+        choices=("best", "last"),
     )
     trust_code: bool = option(
         "run the code that the run's files name in `_target_`: for your own runs only"
@@ -329,12 +331,6 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
         elif self.takes_overrides:
             values = {dotted(path): key.choices or () for path, key in KEYS.items()} | available()
             names |= {f"{name}={value}" for name, found in values.items() for value in found}
-        for action in self._actions:  # argparse has no public list of options
-            action.choices = (
-                action.choices
-                or [part for part in str(action.metavar).split("|") if part.islower()]
-                or None
-            )
         files = argcomplete.FilesCompleter()
         argument: Any = self.add_argument("word", nargs="?")
         argument.completer = lambda prefix, **_: [
