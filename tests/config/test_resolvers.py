@@ -1,7 +1,5 @@
 """`${now:...}`, as Hydra's users know it."""
 
-from __future__ import annotations
-
 import os
 import re
 from datetime import datetime

@@ -154,10 +154,6 @@ def test_a_batch_size_can_be_required(run, number, code):
     assert f"{row['batch_size']} to {row['size_without_margin']}" in outcome.out
 
 
-def test_a_prediction_needs_a_gpu(run):
-    assert run("analyze", "--predict").code == 2
-
-
 def test_variants():
     """One thing changed in each row. What is so already, and a compiled model, has a reason instead."""
     names = "bf16,channels_last,checkpointing,compile,half_resolution"
