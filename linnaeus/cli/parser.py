@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from linnaeus.config.aliases import alias
 from linnaeus.config.keys import KEYS, available, closest, dotted, suggest
@@ -21,6 +22,9 @@ from linnaeus.config.schema import Config
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import CHECKPOINTS, CONFIG, suggest_run, temporary_name
 from linnaeus.sweep.slurm import FLAGS, problems_with
+
+if TYPE_CHECKING:
+    from linnaeus.inference.trained import TrainedRun
 
 _SOURCES = (
     (
@@ -115,14 +119,27 @@ class RunOptions(Options):
     """Options of a command whose first word is a trained run."""
 
     run: Path = Path()
+    trust_code: bool = option(
+        "run the code that the run's files name in `_target_`: for your own runs only"
+    )
+
+
+@dataclass
+class CheckpointOptions(RunOptions):
+    """Options of a command that loads a checkpoint of a trained run."""
+
     checkpoint: str | None = option(
         "checkpoint: best (default), last, or a file; not where RUN is a checkpoint itself",
         "best|last|FILE",
         choices=("best", "last"),
     )
-    trust_code: bool = option(
-        "run the code that the run's files name in `_target_`: for your own runs only"
-    )
+
+    def load(self, run: Path, device: str) -> TrainedRun:
+        """Load a run; arguments and errors as for `load_run`."""
+        from linnaeus.inference.trained import load_run
+
+        checkpoint = self.checkpoint or "best"
+        return load_run(run, checkpoint=checkpoint, device=device, trust_code=self.trust_code)
 
 
 Given = TypeVar("Given", bound=Options)
@@ -224,9 +241,9 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
             else:
                 takes: Callable[[str], bool] | None = about.get("takes")
                 texts = [value] if has_value else []
-                most = 0 if about["metavar"] is None else 1 if takes is None else end
+                limit = 0 if about["metavar"] is None else 1 if takes is None else end
                 for word in argv[at:end]:
-                    if len(texts) >= most or word.startswith("--") or word in self._options:
+                    if len(texts) >= limit or word.startswith("--") or word in self._options:
                         break
                     if takes is not None and not takes(word):
                         break
@@ -305,9 +322,10 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
                 f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"
             ]
         path = options.run = Path(expanded(words.pop(0)))
-        if path.is_file() and options.checkpoint is not None:
+        checkpoint = vars(options).get("checkpoint")
+        if path.is_file() and checkpoint is not None:
             return [f"--checkpoint: RUN is a checkpoint itself, {path}; leave the option out"]
-        names_file = path.is_dir() and options.checkpoint not in (None, "best", "last")
+        names_file = path.is_dir() and checkpoint not in (None, "best", "last")
         if path.is_file() or names_file or (path / CHECKPOINTS).exists():
             return []
         return [f"RUN: {path} is not a run directory (no {CHECKPOINTS}/){suggest_run(path)}"]
@@ -435,6 +453,14 @@ def read_path(endings: Sequence[str], text: str) -> Path:
 
 read_table = partial(read_path, (".json", ".jsonl", ".csv"))
 read_plot = partial(read_path, (".png", ".svg"))
+
+
+def read_columns(ending: str, text: str) -> Path:
+    """A file with this ending or `.parquet`; `ValueError` for another, or without pyarrow."""
+    path = read_path((ending, ".parquet"), text)
+    if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
+        raise ValueError(f"a .parquet file needs pyarrow: pip install pyarrow, or write {ending}")
+    return path
 
 
 def read_count(text: str) -> int:

@@ -85,15 +85,12 @@ class Row:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Its validation metrics: those of the result, else of the last validation."""
-        names = dict.fromkeys(name for values in self.history.values() for name in values)
-        last = self.history[max(self.history)] if self.history else {}
-        return {
-            **self.planned.get("metrics", {}),
-            **names,
-            **last,
-            **self.planned.get("metrics", {}),
-        }
+        """Its validation metrics: of the result, else of the last validation that has them."""
+        found: dict[str, float | None] = {}
+        result = self.planned.get("metrics", {})
+        for values in (result, *self.history.values(), result):
+            found |= values
+        return found
 
     @property
     def headline(self) -> str | None:
