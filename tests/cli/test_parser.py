@@ -134,7 +134,6 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
     assert outcome.code == 0
     assert all(name in outcome.out for name in part_of(command, "PARSER")._option_string_actions)
     found = re.search(r"^examples:\n((?:  .+\n)+)", outcome.out, re.MULTILINE)
-    assert found is not None
     lines = found[1].splitlines()
     assert len(lines) >= 3
     # The folder of `my_exp` is another sweep's.

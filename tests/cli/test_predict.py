@@ -57,7 +57,6 @@ def test_a_table_of_all_and_what_is_left_out(desk, run):
         assert [float(value) for value in row[6:11:2]] == pytest.approx(
             [p for _, p in prediction.levels["species"]], rel=1e-4
         )
-        assert prediction.path is not None
         assert row[11:13] == list(prediction.path.classes.values())
         assert row[14] == str(prediction.path.differs).lower()
     assert "photos/002.png" in outcome.err
