@@ -336,6 +336,7 @@ def watch(
     from linnaeus.runtime.run_folder import read_state
 
     known: dict[Path, str] = {}
+    is_metric_known = options.metric is None
     while True:
         is_over = not is_alive()
         for run in sweep.begun(study):
@@ -346,9 +347,10 @@ def watch(
             known[run.folder] = state.status
         if is_over and (received or "running" not in known.values()):
             return
-        if options.metric is not None and not received:
+        if not is_metric_known and not received:
             table = _comparison(options, sweep, study)
-            if table.metrics and table.unknown_metric:
+            is_metric_known = bool(table.metrics)
+            if is_metric_known and table.unknown_metric:
                 received.append(signal.SIGINT)
         time.sleep(pause_s)
 
