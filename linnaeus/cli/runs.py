@@ -25,6 +25,7 @@ from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import CONFIG, METRICS, RESULT, finite, read_json, read_text
 from linnaeus.runtime.run_folder import OUTPUT, RUN, State, last_line, read_result, read_state
 from linnaeus.sweep.folder import ASKED, flattened
+from linnaeus.sweep.space import title_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,7 +82,7 @@ class Row:
     @property
     def title(self) -> str:
         """Its name, or the values as they are typed on a command line."""
-        return self.name or " ".join(f"{key}={value}" for key, value in self.values.items())
+        return self.name or title_of(self.values)
 
     @property
     def metrics(self) -> dict[str, float | None]:
