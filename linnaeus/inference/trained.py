@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +137,7 @@ class TrainedRun:
             raise TypeError(
                 f"images must be an image or an iterable of images, not {images!r:.100}"
             )
-        known = [each.name for each in fields(Predictor) if each.init][1:]
+        known = Predictor.__match_args__[1:]  # without `runs`
         if unknown := [name for name in options if name not in known]:
             raise TypeError(
                 f"{unknown[0]}: predict takes no such argument; it takes {', '.join(known)}, and "
