@@ -1,24 +1,12 @@
-"""Values of options that need a package, and arguments of Python functions in errors, as options."""
+"""Arguments of Python functions in errors, as options."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
 
-from linnaeus.cli.parser import read_path
 from linnaeus.runtime.errors import ConfigError, LinnaeusError
-
-
-def read_columns(ending: str, text: str) -> Path:
-    """A file with this ending or `.parquet`; `ValueError` for another, or without pyarrow."""
-    path = read_path((ending, ".parquet"), text)
-    if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
-        raise ValueError(f"a .parquet file needs pyarrow: pip install pyarrow, or write {ending}")
-    return path
-
 
 _ARGUMENT = re.compile(
     r"(?<![\w./-])(checkpoint|device|features|format|half|opset|outputs?|path|preprocessing|tta|unknown)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from linnaeus.cli.parser import CommandParser, RunOptions, option, read_count
 from linnaeus.config.schema import Config
@@ -16,7 +16,6 @@ from linnaeus.runtime.signals import StopRequest
 class AverageOptions(RunOptions):
     """How many checkpoints to average, and where."""
 
-    checkpoint: str | None = field(default=None)  # no option: `last` says which
     last: int = option(
         "number of newest checkpoints to average; 1 only measures BatchNorm statistics again; default 5",
         "N",

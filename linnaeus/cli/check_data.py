@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from linnaeus.cli.parser import CommandParser, Options, read_request
-from linnaeus.config.schema import IMAGE_FILES, Config
+from linnaeus.config.schema import Config
 from linnaeus.runtime.errors import ConfigError, DataError
 from linnaeus.runtime.words import counted
 
@@ -28,12 +28,6 @@ def run(_: Options, config: Config) -> int:
         ConfigError: the data has no image files.
         DataError: lists the damaged files; or the labels cannot be used.
     """
-    dataset = config.DATA.DATASET
-    if not isinstance(dataset, Mapping) and dataset.NAME not in IMAGE_FILES:
-        raise ConfigError(
-            f"DATA.DATASET.NAME: {dataset.NAME!r} has no image files; "
-            "add data=imagefolder or data=manifest"
-        )
     from linnaeus.data.checked import find_damaged, measure_ranges
     from linnaeus.data.datasets import build_data
     from linnaeus.data.image_files import ImageFiles
@@ -43,7 +37,8 @@ def run(_: Options, config: Config) -> int:
     data = build_data(skipping, seed=config.EXPERIMENT.SEED, reads_images=False)
     if not (isinstance(data.train, ImageFiles) and isinstance(data.val, ImageFiles)):
         raise ConfigError(
-            "DATA.DATASET: its samples are no image files, so there is nothing to check"
+            "DATA.DATASET: its samples are no image files, so there is nothing to check; "
+            "add data=imagefolder or data=manifest"
         )
     splits = {name: split for name, split in data.splits.items() if isinstance(split, ImageFiles)}
     files = [file for split in splits.values() for file in split.files]

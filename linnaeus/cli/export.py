@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linnaeus.cli.arguments import naming_options
-from linnaeus.cli.parser import CommandParser, RunOptions, choice, option, read_count
+from linnaeus.cli.parser import CheckpointOptions, CommandParser, choice, option, read_count
 from linnaeus.inference.export import FORMATS, OUTPUTS
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.signals import StopRequest, leaving_at_once
@@ -37,7 +37,7 @@ exit codes: 0 done, 1 it cannot be exported so, or gives other outputs, 2 option
 
 
 @dataclass
-class ExportOptions(RunOptions):
+class ExportOptions(CheckpointOptions):
     """What to export, and where to."""
 
     format: str = choice("kind of file", FORMATS, "")
@@ -86,15 +86,9 @@ def run(options: ExportOptions) -> int:
     """
     with leaving_at_once():
         from linnaeus.inference.export.run import export_run
-        from linnaeus.inference.trained import load_run
 
     with naming_options(), StopRequest().listening():
-        trained = load_run(
-            options.run,
-            checkpoint=options.checkpoint or "best",
-            device=options.device,
-            trust_code=options.trust_code,
-        )
+        trained = options.load(options.run, options.device)
         print(trained.description, file=sys.stderr)
         exported = export_run(
             trained,
@@ -119,8 +113,4 @@ PARSER = CommandParser(
     words="RUN --format FORMAT [options]",
     description=DESCRIPTION,
     details=DETAILS,
-    gone={
-        "--images": "is gone; leave it out: the check needs no images",
-        "--level": "is gone; docs/export.md shows how to make a folder for timm from a safetensors file",
-    },
 )

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +46,12 @@ COMMANDS = {
     "export": "a trained run as a safetensors, ONNX or torch.export file",
 }
 """The commands, each with what it does."""
-NOT_WITH_TORCHRUN = (
-    "check-data",
-    "analyze",
-    "sweep",
-    "work",
-    "compare",
-    "predict",
-    "average",
-    "export",
-)
-"""Commands of one process; sweeps and workers start those of their runs."""
+WITH_TORCHRUN = ("train", "evaluate")
+"""Commands of several ranks. Sweeps and workers start the ranks of their runs themselves."""
+SUBMIT_WORKERS = ("sweep", "work")
+"""Commands that submit jobs of their own with `--launcher slurm`."""
 MULTIRUN = ("-m", "--multirun")
 """Hydra's names for a sweep."""
-GONE = {"plan": "is gone; give `linnaeus analyze --variants bf16,compile`"}
-"""Commands of earlier versions, and what to do instead."""
 LEAVE_AFTER_S = 3.0
 """How long other ranks wait before they leave, so that rank 0 can say what is wrong."""
 
@@ -79,10 +71,9 @@ def cli(argv: Sequence[str] | None = None) -> int:
     is_main = rank in (None, "0")
     try:
         command, rest = _split(tokens)
-        options = {*rest[: rest.index("--")]} if "--" in rest else {*rest}
         if "--version" in tokens:
             request: Any = f"linnaeus {__version__}\n"
-        elif {"-h", "--help"} & options:
+        elif {"-h", "--help"}.intersection(takewhile("--".__ne__, rest)):
             request = part_of(command, "PARSER").format_help()
         else:
             with leaving_at_once():  # OmegaConf makes another error of the exception
@@ -91,12 +82,9 @@ def cli(argv: Sequence[str] | None = None) -> int:
             if is_main:
                 print(request, end="")
             return 0
-        launch = request[0].launch
-        submits = launch.launcher == "slurm" and command not in (
-            "sweep",
-            "work",
-        )  # which submit workers
-        if rank is not None and (submits or command in NOT_WITH_TORCHRUN):
+        options = request[0]
+        submits = options.launcher == "slurm" and command not in SUBMIT_WORKERS
+        if rank is not None and (submits or command not in WITH_TORCHRUN):
             raise ConfigError(
                 f"torchrun: {command} takes no ranks from it; run it alone: linnaeus {shlex.join(tokens)}"
             )
@@ -112,15 +100,17 @@ def cli(argv: Sequence[str] | None = None) -> int:
         if submits:
             from linnaeus.sweep.slurm import submit_command
 
-            folder = None  # a run of `train` resumes in its folder when the job is queued again
-            if command == "train":
-                folder = request[1].EXPERIMENT.folder
-            print(
-                submit_command(
-                    launch, command, launch.argv, command not in NOT_WITH_TORCHRUN, folder
-                ),
-                end="",
+            # A run of `train` resumes in its folder when the job is queued again.
+            folder = request[1].EXPERIMENT.folder if command == "train" else None
+            submitted = submit_command(
+                options.slurm,
+                command,
+                options.argv,
+                command in WITH_TORCHRUN,
+                folder,
+                dry_run=options.dry_run,
             )
+            print(submitted, end="")
             return 0
         with leaving_at_once():  # torch may be imported
             run = part_of(command, "run")
@@ -189,8 +179,6 @@ def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
         )
     word = tokens[0] if tokens else ""
     is_name = re.fullmatch(r"[A-Za-z][A-Za-z_-]*", word) and not word.isupper()
-    if word in GONE:
-        raise ConfigError(f"{word!r}: {GONE[word]}")
     if is_name and word not in ("train", *available()):
         meaning = alias(word)
         raise ConfigError(

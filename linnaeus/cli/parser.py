@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from linnaeus.config.aliases import alias
 from linnaeus.config.keys import KEYS, available, closest, dotted, suggest
@@ -20,8 +21,20 @@ from linnaeus.config.overrides import OPTIONS, expanded, parse_command_line
 from linnaeus.config.schema import Config
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import CHECKPOINTS, CONFIG, suggest_run, temporary_name
-from linnaeus.sweep.slurm import FLAGS, LaunchOptions, problems_with
+from linnaeus.sweep.slurm import FLAGS, problems_with
 
+if TYPE_CHECKING:
+    from linnaeus.inference.trained import TrainedRun
+
+_SOURCES = (
+    (
+        "--cfg",
+        "FILE",
+        "read a YAML file with the keys that differ from the defaults; a later file wins",
+    ),
+    ("--config-dir -cd", "DIR", "a folder of groups and files of your own"),
+    ("--config-name -cn", "NAME", "a file of it, as with --cfg"),
+)
 _NUMBER = re.compile(r"-([.\d]|(inf|nan)$)")
 
 
@@ -41,9 +54,9 @@ def option(
         default: a value, or a function that makes one.
         key: the configuration key that the option sets; it fills no attribute then.
         takes: whether a word is one of several values; `read` then gets the list of all.
-        launches: fills an attribute of `LaunchOptions`.
+        launches: says where the command runs; a job of SLURM does not take it along.
         short: another name.
-        choices: what completion offers, where `metavar` is no `a|b`.
+        choices: values that completion offers.
         needs: the option without which it means nothing.
         not_with: options with which it means nothing, each with the reason.
     """
@@ -75,21 +88,26 @@ def read_choice(choices: Collection[str], text: str) -> str:
 
 def choice(text: str, choices: Sequence[str], default: str | None = None, **rest: Any) -> Any:
     """An option whose value is one of some words."""
-    return option(text, "|".join(choices), partial(read_choice, choices), default, **rest)
+    read = partial(read_choice, choices)
+    return option(text, "|".join(choices), read, default, choices=choices, **rest)
 
 
 @dataclass
 class Options:
-    """Options of a command: fields made with `option`, and where the command runs."""
+    """Options of a command: fields made with `option`; `argv` are the words without `launches` options."""
 
-    launch: LaunchOptions = field(default_factory=LaunchOptions)
-    launcher: None = choice(
-        "where to run: this machine (default), or a job of SLURM", ("local", "slurm"), launches=True
+    argv: list[str] = field(default_factory=list)
+    launcher: str = choice(
+        "where to run: this machine (default), or a job of SLURM",
+        ("local", "slurm"),
+        "local",
+        launches=True,
     )
-    slurm: None = option(
+    slurm: dict[str, str | None] = option(
         "options of sbatch, such as partition=gpu time=4:00:00",
         "KEY=VALUE ...",
         _read_sbatch,
+        dict,
         takes=_is_sbatch,
         launches=True,
     )
@@ -101,13 +119,27 @@ class RunOptions(Options):
     """Options of a command whose first word is a trained run."""
 
     run: Path = Path()
-    checkpoint: str | None = option(
-        "checkpoint: best (default), last, or a file; not where RUN is a checkpoint itself",
-        "best|last|FILE",
-    )
     trust_code: bool = option(
         "run the code that the run's files name in `_target_`: for your own runs only"
     )
+
+
+@dataclass
+class CheckpointOptions(RunOptions):
+    """Options of a command that loads a checkpoint of a trained run."""
+
+    checkpoint: str | None = option(
+        "checkpoint: best (default), last, or a file; not where RUN is a checkpoint itself",
+        "best|last|FILE",
+        choices=("best", "last"),
+    )
+
+    def load(self, run: Path, device: str) -> TrainedRun:
+        """Load a run; arguments and errors as for `load_run`."""
+        from linnaeus.inference.trained import load_run
+
+        checkpoint = self.checkpoint or "best"
+        return load_run(run, checkpoint=checkpoint, device=device, trust_code=self.trust_code)
 
 
 Given = TypeVar("Given", bound=Options)
@@ -124,7 +156,6 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
         details: the end of the help: what else to know, examples, exit codes.
         print_config: help of `--print-config`; without it, keys of the configuration cannot be set.
         words: what stands beside the options, for the usage; None derives it from the above.
-        gone: options of earlier versions, and what to do instead.
     """
 
     def __init__(
@@ -136,7 +167,6 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
         details: str,
         print_config: str = "",
         words: str | None = None,
-        gone: Mapping[str, str] | None = None,
     ) -> None:
         takes_run = issubclass(options, RunOptions)
         if words is None:
@@ -152,22 +182,15 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
             add_help=False,
             allow_abbrev=False,
         )
-        self.command, self.options, self.gone = command, options, gone or {}
-        self.takes_overrides = bool(print_config)
-        if print_config:
-            self.gone = {**self.gone, "--origin": "is gone; --print-config prints the values"}
+        self.command, self.options, self.takes_overrides = command, options, bool(print_config)
         self._options: dict[str, Field[Any]] = {}
         launching = self.add_argument_group("where to run")
         self.add_argument("-h", "--help", action="store_true", help="print this text and exit")
         if print_config:
             self.add_argument("--print-config", action="store_true", help=print_config)
         if print_config and not takes_run:
-            text = "read a YAML file with the keys that differ from the defaults; a later file wins"
-            self.add_argument("--cfg", metavar="FILE", help=text)
-            text = "a folder of groups and files of your own"
-            self.add_argument("--config-dir", "-cd", metavar="DIR", help=text)
-            text = "a file of it, as with --cfg"
-            self.add_argument("--config-name", "-cn", metavar="NAME", help=text)
+            for name, metavar, text in _SOURCES:
+                self.add_argument(*name.split(), metavar=metavar, help=text)
             text = "may come before the keys; changes nothing"
             self.add_argument("--opts", action="store_true", help=text)
         inherited = {each.name for each in fields(Options)}
@@ -197,7 +220,7 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
             place of options that set keys; and one sentence for each problem.
         """
         options = self.options()
-        words, problems, launch = list[str](), list[str](), options.launch
+        words, problems = list[str](), list[str]()
         given: dict[str, list[str]] = {}
         at, end = 0, argv.index("--") if "--" in argv else len(argv)
         while at < end:
@@ -205,10 +228,8 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
             known = self._options.get(name)
             about: Mapping[str, Any] = known.metadata if known else {}
             at += 1
-            if not _is_option(name):
-                words.append(argv[begin])
-            elif self.takes_overrides and name in OPTIONS:
-                words.append(argv[begin])  # with the word that follows, if it is the value
+            if not _is_option(name) or (self.takes_overrides and name in OPTIONS):
+                words.append(argv[begin])  # the value of an option follows it
             elif known is None:
                 following = argv[at] if at < end and not has_value else "-"
                 problem, is_setting = self._unknown(argv[begin], following)
@@ -220,9 +241,9 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
             else:
                 takes: Callable[[str], bool] | None = about.get("takes")
                 texts = [value] if has_value else []
-                most = 0 if about["metavar"] is None else 1 if takes is None else end
+                limit = 0 if about["metavar"] is None else 1 if takes is None else end
                 for word in argv[at:end]:
-                    if len(texts) >= most or word.startswith("--") or word in self._options:
+                    if len(texts) >= limit or word.startswith("--") or word in self._options:
                         break
                     if takes is not None and not takes(word):
                         break
@@ -231,13 +252,13 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
                 earlier = given.get(name, [])
                 given[name] = texts = earlier + texts if takes is not None else texts
                 try:
-                    words += self._apply(known, texts, launch if about.get("launches") else options)
+                    words += self._apply(known, texts, options)
                 except ValueError as error:
                     problems.append(f"{name}: {error}")
             if not about.get("launches"):
-                launch.argv += argv[begin:at]
+                options.argv += argv[begin:at]
         words += argv[end + 1 :]
-        launch.argv += argv[end:]
+        options.argv += argv[end:]
         for name in given:
             about = self._options[name].metadata
             if (needs := about.get("needs")) and needs not in given:
@@ -247,11 +268,11 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
                     problems.append(f"{name}: not with {other}, which {reason}; leave it out")
         if isinstance(options, RunOptions):
             problems += self._take_run(words, options)
-        if launch.launcher == "slurm":
-            problems += problems_with(launch.slurm)
-        elif launch.slurm:
+        if options.launcher == "slurm":
+            problems += problems_with(options.slurm)
+        elif options.slurm:
             problems.append("--slurm: is for --launcher slurm, which is not given")
-        elif launch.dry_run and self.command not in ("sweep", "[train]"):
+        elif options.dry_run and self.command not in ("sweep", "[train]"):
             problems.append("--dry-run: prints a job script; add --launcher slurm")
         return options, words, problems
 
@@ -273,8 +294,6 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
     def _unknown(self, token: str, following: str) -> tuple[str, bool]:
         """What is wrong with an unknown option, and whether it is meant as a setting."""
         name, _, value = token.partition("=")
-        if name in self.gone:
-            return f"{name}: {self.gone[name]}", True
         known = ["--help", *self._options, *(OPTIONS if self.takes_overrides else ())]
         if value and name == "--help":
             return f"{name}: takes no value", False
@@ -303,9 +322,10 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
                 f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"
             ]
         path = options.run = Path(expanded(words.pop(0)))
-        if path.is_file() and options.checkpoint is not None:
+        checkpoint = vars(options).get("checkpoint")
+        if path.is_file() and checkpoint is not None:
             return [f"--checkpoint: RUN is a checkpoint itself, {path}; leave the option out"]
-        names_file = path.is_dir() and options.checkpoint not in (None, "best", "last")
+        names_file = path.is_dir() and checkpoint not in (None, "best", "last")
         if path.is_file() or names_file or (path / CHECKPOINTS).exists():
             return []
         return [f"RUN: {path} is not a run directory (no {CHECKPOINTS}/){suggest_run(path)}"]
@@ -329,12 +349,6 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
         elif self.takes_overrides:
             values = {dotted(path): key.choices or () for path, key in KEYS.items()} | available()
             names |= {f"{name}={value}" for name, found in values.items() for value in found}
-        for action in self._actions:  # argparse has no public list of options
-            action.choices = (
-                action.choices
-                or [part for part in str(action.metavar).split("|") if part.islower()]
-                or None
-            )
         files = argcomplete.FilesCompleter()
         argument: Any = self.add_argument("word", nargs="?")
         argument.completer = lambda prefix, **_: [
@@ -380,7 +394,7 @@ def read_request(
         loaded = load_config(
             [word for word in words if word not in paths],
             references=references,
-            is_here=options.launch.launcher != "slurm",
+            is_here=options.launcher != "slurm",
         )
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
@@ -439,6 +453,14 @@ def read_path(endings: Sequence[str], text: str) -> Path:
 
 read_table = partial(read_path, (".json", ".jsonl", ".csv"))
 read_plot = partial(read_path, (".png", ".svg"))
+
+
+def read_columns(ending: str, text: str) -> Path:
+    """A file with this ending or `.parquet`; `ValueError` for another, or without pyarrow."""
+    path = read_path((ending, ".parquet"), text)
+    if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
+        raise ValueError(f"a .parquet file needs pyarrow: pip install pyarrow, or write {ending}")
+    return path
 
 
 def read_count(text: str) -> int:

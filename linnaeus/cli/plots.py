@@ -45,14 +45,7 @@ CHARACTERS_PER_INCH = 12
 """Of a title."""
 MAX_NAMES = 30
 """Runs, or classes of a confusion matrix, that are drawn with their names."""
-FONTS = (
-    "Noto Sans CJK",
-    "Source Han Sans",
-    "WenQuanYi",
-    "PingFang",
-    "Microsoft YaHei",
-    "Arial Unicode MS",
-)
+FONTS = ("Noto Sans CJK", "Source Han Sans", "WenQuanYi", "PingFang", "Microsoft YaHei")
 """How the names of fonts begin that have Chinese, Japanese and Korean letters."""
 _STYLE = {
     **dict.fromkeys(
@@ -139,8 +132,8 @@ def draw_runs(runs: Comparison, path: Path) -> None:
             color, dash = colors[number], DASHES[number % len(DASHES)]
             if not values.empty:
                 strength = 1 if number < len(SERIES) else 0.3
-                look = {"color": color, "alpha": strength, "zorder": 1 + strength}
-                curves.plot(values.index, values.mean(axis=1), dash, marker=".", **look)
+                [line] = curves.plot(values.index, values.mean(axis=1), dash, marker=".")
+                line.set(color=color, alpha=strength, zorder=1 + strength)
                 ends = values.min(axis=1), values.max(axis=1)
                 curves.fill_between(values.index, *ends, color=color, alpha=0.18, linewidth=0)
         for panel, title, name in (
@@ -158,8 +151,13 @@ def draw_runs(runs: Comparison, path: Path) -> None:
                     if value is not None:
                         panel.plot([value], [number], "o", color=color, markerfacecolor=face)
                     elif panel is best:
-                        where = {"transform": panel.get_yaxis_transform(), "va": "center"}
-                        panel.text(0.5, number, "not measured", **where)
+                        panel.text(
+                            0.5,
+                            number,
+                            "not measured",
+                            transform=panel.get_yaxis_transform(),
+                            va="center",
+                        )
         for label, color in zip(best.get_yticklabels(), colors, strict=False):
             label.set_color(color)
         panels["time"].set_xlim(left=0)
@@ -177,8 +175,8 @@ def draw_analysis(analysis: Analysis, title: str, path: Path) -> None:
         for axes, mode in zip(panels.flat, modes, strict=True):
             axes.set(title=f"{mode}: memory", xlabel="batch size", ylabel="peak memory (GiB)")
             rows = [row for row in first if row.mode == mode]
-            trials = {(trial.size, trial.peak_bytes) for row in rows for trial in row.trials}
-            measured = sorted((size, peak / GIB) for size, peak in trials if peak is not None)
+            trials = [trial for row in rows for trial in row.trials]
+            measured = sorted({(t.size, t.peak_bytes / GIB) for t in trials if t.peak_bytes})
             if len(measured) > 1:
                 slope, start = statistics.linear_regression(*zip(*measured, strict=True))
                 axes.axline((0, start), slope=slope, color=BLUE, alpha=0.8)
@@ -188,12 +186,14 @@ def draw_analysis(analysis: Analysis, title: str, path: Path) -> None:
                     height = row.budget_bytes / GIB
                     axes.axhline(height, color=VERMILION, linestyle="--")
                     text = f"{row.memory}: {row.size}"
-                    place: dict[str, Any] = {
-                        "xytext": (-2, 3),
-                        "textcoords": "offset points",
-                        "ha": "right",
-                    }
-                    axes.annotate(text, (1, height), xycoords=("axes fraction", "data"), **place)
+                    axes.annotate(
+                        text,
+                        (1, height),
+                        xycoords=("axes fraction", "data"),
+                        xytext=(-2, 3),
+                        textcoords="offset points",
+                        ha="right",
+                    )
                     refused = [trial.size for trial in row.trials if trial.peak_bytes is None]
                     axes.plot(refused, [height] * len(refused), "x", color=VERMILION)
                 if row.batch_size is not None and row.peak_bytes is not None:
@@ -274,16 +274,23 @@ def _matrix(axes: Axes, level: LevelFigures) -> None:
     axes.grid(visible=False)
     # The root of a share, so that rare confusions can be seen.
     axes.imshow(shares**0.5, cmap="Blues", vmin=0, vmax=1, aspect="auto", alpha=0.9)
-    look: dict[str, Any] = {"fontsize": 9 if len(columns) <= MAX_NAMES // 2 else 7}
+    fontsize = 9 if len(columns) <= MAX_NAMES // 2 else 7
     names = [shortened(name, 24) for name in classes]
     axes.set_xticks(
-        range(len(columns)), [names[i] for i in columns], rotation=45, ha="right", **look
+        range(len(columns)), [names[i] for i in columns], rotation=45, ha="right", fontsize=fontsize
     )
-    axes.set_yticks(range(len(rows)), [names[i] for i in rows], **look)
+    axes.set_yticks(range(len(rows)), [names[i] for i in rows], fontsize=fontsize)
     for row, column in zip(*matrix.nonzero(), strict=True):
         color = "white" if shares[row, column] > 0.25 else "black"
-        number = f"{int(matrix[row, column]):,}"
-        axes.text(column, row, number, ha="center", va="center", color=color, **look)
+        axes.text(
+            column,
+            row,
+            f"{int(matrix[row, column]):,}",
+            ha="center",
+            va="center",
+            color=color,
+            fontsize=fontsize,
+        )
 
 
 def _ascending(axes: Axes, values: Tensor, title: str) -> None:

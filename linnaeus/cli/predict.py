@@ -12,15 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
-from linnaeus.cli.arguments import naming_options, read_columns
+from linnaeus.cli.arguments import naming_options
 from linnaeus.cli.parser import (
+    CheckpointOptions,
     CommandParser,
-    RunOptions,
     choice,
     option,
+    read_columns,
     read_count,
     read_number,
     read_table,
@@ -72,7 +74,7 @@ logger = logging.getLogger("linnaeus.predict")
 
 
 @dataclass
-class PredictOptions(RunOptions):
+class PredictOptions(CheckpointOptions):
     """What to predict, with what, and where to; `images` are words for `walk`, `others` further runs."""
 
     images: list[str] = field(default_factory=list)
@@ -140,7 +142,7 @@ def read(argv: Sequence[str]) -> tuple[PredictOptions]:
     for word in () if options.split else options.images:
         if problem := problem_of(word):
             problems.append(f"IMAGES: {word}: {problem}")
-    if STDIN in options.images and options.launch.launcher == "slurm":
+    if STDIN in options.images and options.launcher == "slurm":
         problems.append(
             "IMAGES: '-' reads standard input, which a SLURM job lacks; pass files, directories or patterns, "
             "or drop --launcher slurm"
@@ -178,7 +180,7 @@ def run(options: PredictOptions) -> int:
         LinnaeusError: something that the user can mend; the message says how.
     """
     with leaving_at_once():
-        from linnaeus.inference.trained import load_run
+        import_module("linnaeus.inference.trained")  # which `options.load` needs
         from linnaeus.runtime.console import make_console
         from linnaeus.runtime.log import close_logging, set_up_logging
 
@@ -188,14 +190,7 @@ def run(options: PredictOptions) -> int:
         with naming_options(), StopRequest().listening():
             runs = []
             for path in (options.run, *options.others):
-                runs.append(
-                    load_run(
-                        path,
-                        checkpoint=options.checkpoint or "best",
-                        device=options.device,
-                        trust_code=options.trust_code,
-                    )
-                )
+                runs.append(options.load(path, options.device))
                 logger.info("%s", runs[-1].description)
             return _predict(runs, options, console)
     except BrokenPipeError:

@@ -25,6 +25,7 @@ from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import CONFIG, METRICS, RESULT, finite, read_json, read_text
 from linnaeus.runtime.run_folder import OUTPUT, RUN, State, last_line, read_result, read_state
 from linnaeus.sweep.folder import ASKED, flattened
+from linnaeus.sweep.space import title_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,19 +82,16 @@ class Row:
     @property
     def title(self) -> str:
         """Its name, or the values as they are typed on a command line."""
-        return self.name or " ".join(f"{key}={value}" for key, value in self.values.items())
+        return self.name or title_of(self.values)
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Its validation metrics: those of the result, else of the last validation."""
-        names = dict.fromkeys(name for values in self.history.values() for name in values)
-        last = self.history[max(self.history)] if self.history else {}
-        return {
-            **self.planned.get("metrics", {}),
-            **names,
-            **last,
-            **self.planned.get("metrics", {}),
-        }
+        """Its validation metrics: of the result, else of the last validation that has them."""
+        found: dict[str, float | None] = {}
+        result = self.planned.get("metrics", {})
+        for values in (result, *self.history.values(), result):
+            found |= values
+        return found
 
     @property
     def headline(self) -> str | None:
@@ -373,13 +371,16 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 # Reading. A file is read again only when it has changed.
 
 
-def read_run(folder: Path) -> Row:
-    """Read a run. A file that is missing or damaged leaves its part unknown."""
-    row = Row(folder, read_state(folder))
+def read_run(folder: Path, values: dict[str, str] | None = None) -> Row:
+    """Read a run. A file that is missing or damaged leaves its part unknown.
+
+    `values` are those of a sweep's run, which does not need its configuration then.
+    """
+    row = Row(folder, read_state(folder), values=values or {})
     names = (CONFIG, ASKED)  # the second is all that a run of a sweep has before its first step
     file = next((folder / name for name in names if (folder / name).exists()), folder / CONFIG)
     row.config, row.planned, problem = _config(file, _version(file))
-    row.problems += [problem] if problem else []
+    row.problems += [problem] if problem and values is None else []
     result = read_result(folder) if row.state.status == "finished" else {}
     row.planned = {**row.planned, **result}
     row.history, is_damaged = _history(folder / METRICS, _version(folder / METRICS))

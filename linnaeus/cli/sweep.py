@@ -7,33 +7,25 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from linnaeus.cli.parser import (
-    CommandParser,
-    Options,
-    choice,
-    option,
-    read_count,
-)
+from linnaeus.cli.parser import CommandParser, Options, choice, option, read_count
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.runtime.words import counted
-from linnaeus.sweep.slurm import LaunchOptions, check_sbatch
+from linnaeus.sweep.slurm import check_sbatch, submit, workers_script
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from linnaeus.cli.runs import Comparison
     from linnaeus.config.schema import Config
-    from linnaeus.sweep.folder import Plan, Sweep, SweepRun
+    from linnaeus.sweep.folder import Plan, Sweep
+    from linnaeus.sweep.local import Share
     from linnaeus.sweep.search import Study
     from linnaeus.sweep.space import Combination
 
@@ -77,9 +69,6 @@ LOOK_S, LOOK_AT_QUEUE_S = 1.0, 10.0
 METRIC = re.compile(r"loss|consistent|(top1|top5|macro|map|f1)/.+")
 """Names of validation metrics."""
 UNFINISHED = ("running", "interrupted", "not run")
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-Thing = TypeVar("Thing")
-Watch = Callable[[Callable[[], bool], list[int], float], None]
 logger = logging.getLogger("linnaeus.sweep")
 
 
@@ -101,7 +90,7 @@ class SweepOptions(Options):
         "NAME",
         _read_metric,
     )
-    jobs: None = option(
+    jobs: int | None = option(
         "workers, and so runs at once; default: 1 (it uses all GPUs); on SLURM one for each run (4 in a "
         "search)",
         "N",
@@ -153,7 +142,7 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
             problems.append("--search optuna: needs Optuna: pip install 'linnaeus[sweep]'")
         if options.trials is None and not any("--trials" in each for each in problems):
             problems.append("--trials: say how many runs the search may have, such as --trials 40")
-    is_here = options.launch.launcher != "slurm" and not line.print_config
+    is_here = options.launcher != "slurm" and not line.print_config
     plans = _plans(points, problems, references=is_here)
     if problems:
         raise ConfigError(problems)
@@ -169,7 +158,7 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
         trials=options.trials,
         prune=not options.no_prune,
     )
-    if not options.launch.dry_run:
+    if not options.dry_run:
         sweep.check()
     return options, sweep, plans
 
@@ -230,43 +219,31 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
     from linnaeus.runtime.log import close_logging, set_up_logging
     from linnaeus.runtime.signals import handled
 
-    console = make_console()
-    if not options.launch.dry_run:  # which prints what a shell or sbatch reads
+    console, is_on_slurm = make_console(), options.launcher == "slurm"
+    if not options.dry_run:  # which prints what a shell or sbatch reads
         set_up_logging(None, rank=0, console=console)
+    received: list[int] = []  # signals, of which this process only takes note
     try:
         if options.status:
             table = _comparison(options, sweep, _study(sweep))
             _show(table, console)
-            if problem := _missing_metric(table):
-                raise ConfigError(problem)
+            _check_metric(table)
             return 0
-        shares = _shares(options.launch, plans)
-        if options.launch.dry_run:
-            console.print(_dry_run(options, sweep, shares), soft_wrap=True, end="")
+        shares = [] if is_on_slurm else _shares(options, plans)
+        if options.dry_run:
+            text = _script(options, sweep) if is_on_slurm else _dry_run(sweep, shares)
+            console.print(text, soft_wrap=True, end="")
             return 0
-        is_on_slurm = options.launch.launcher == "slurm"
         if is_on_slurm:
             check_sbatch()
         sweep.write()
         sweep.repeat_failed()
         study = _study(sweep)
-        is_known = options.metric is None
-
-        def lacks_metric() -> bool:
-            nonlocal is_known
-            if is_known:
-                return False
-            table = _comparison(options, sweep, study)
-            is_known = bool(table.metrics)
-            return _missing_metric(table) is not None
-
-        watch = partial(_watch, sweep, study, lacks_metric)
-        received: list[int] = []  # signals, of which this process only takes note
         with handled((signal.SIGINT, signal.SIGTERM), lambda number, _: received.append(number)):
             if is_on_slurm:
-                _watch_jobs(watch, options, sweep, received)
+                _watch_jobs(options, sweep, study, received)
             else:
-                _watch_workers(watch, sweep, shares, received)
+                _watch_workers(options, sweep, study, shares, received)
         sweep.check_is_there()
         table = _comparison(options, sweep, study)
         _report(table, sweep, console)
@@ -274,8 +251,7 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
             logger.info("best: %s", found)
     finally:
         close_logging()
-    if problem := _missing_metric(table):
-        raise ConfigError(problem)
+    _check_metric(table)
     if received:
         return EXIT_INTERRUPTED
     is_well = {row.state.status for row in table.rows} <= {"finished", "pruned"}
@@ -294,21 +270,11 @@ def _study(sweep: Sweep) -> Study | None:
     return Study(sweep)
 
 
-def _runs(sweep: Sweep, study: Study | None) -> list[SweepRun]:
-    """Return the runs of a sweep: all of a grid, or the trials so far of a search."""
-    found = sweep.grid() if study is None else [run for _, run in study.runs()]
-    return [*{run.folder: run for run in found}.values()]
-
-
 def _comparison(options: SweepOptions, sweep: Sweep, study: Study | None) -> Comparison:
     """The runs of a sweep side by side, as they are now."""
     from linnaeus.cli.runs import Comparison, read_run
 
-    rows = []
-    for entry in _runs(sweep, study):
-        rows.append(row := read_run(entry.folder))
-        row.values = entry.values
-        row.problems = [each for each in row.problems if "what differs" not in each]  # it is known
+    rows = [read_run(run.folder, run.values) for run in sweep.begun(study)]
     return Comparison(rows, options.metric or sweep.metric)
 
 
@@ -318,10 +284,10 @@ def _show(table: Comparison, console: Console) -> None:
         console.print(sentence, soft_wrap=True)
 
 
-def _missing_metric(table: Comparison) -> str | None:
-    """Return a sentence if runs have metrics, but none has the wanted one."""
-    problem = table.unknown_metric if table.metrics else None
-    return problem and f"--metric: {problem}"
+def _check_metric(table: Comparison) -> None:
+    """Raise `ConfigError` if runs have metrics, but none has the wanted one."""
+    if table.metrics and (problem := table.unknown_metric):
+        raise ConfigError(f"--metric: {problem}")
 
 
 def _report(table: Comparison, sweep: Sweep, console: Console) -> None:
@@ -346,30 +312,34 @@ def _report(table: Comparison, sweep: Sweep, console: Console) -> None:
         )
 
 
-def _watch(
+def watch(
+    options: SweepOptions,
     sweep: Sweep,
     study: Study | None,
-    lacks_metric: Callable[[], bool],
-    goes_on: Callable[[], bool],
     received: list[int],
+    is_alive: Callable[[], bool],
     pause_s: float,
 ) -> None:
     """Print a line for each run that begins or ends, until all workers are done.
 
+    Workers started elsewhere are waited for while they train. Where a run was validated without the metric
+    of `--metric`, the workers started here end as after Ctrl-C.
+
     Args:
-        lacks_metric: returns whether a run was validated without the metric that is compared. The workers
-            started here then end as after Ctrl-C.
-        goes_on: returns whether a worker started here is alive. Workers started elsewhere are waited for
-            while they train.
+        options: with `--metric`.
+        sweep: whose runs.
+        study: of a search.
         received: signals so far; the first one ends the wait for workers started elsewhere.
+        is_alive: returns whether a worker started here is alive.
         pause_s: seconds between two polls.
     """
     from linnaeus.runtime.run_folder import read_state
 
     known: dict[Path, str] = {}
+    is_metric_known = options.metric is None
     while True:
-        is_over = not goes_on()
-        for run in _runs(sweep, study):
+        is_over = not is_alive()
+        for run in sweep.begun(study):
             state = read_state(run.folder)
             if known.get(run.folder, "not run") != state.status:
                 reason = f": {state.reason}" if state.reason else ""
@@ -377,84 +347,24 @@ def _watch(
             known[run.folder] = state.status
         if is_over and (received or "running" not in known.values()):
             return
-        if not received and lacks_metric():
-            received.append(signal.SIGINT)
+        if not is_metric_known and not received:
+            table = _comparison(options, sweep, study)
+            is_metric_known = bool(table.metrics)
+            if is_metric_known and table.unknown_metric:
+                received.append(signal.SIGINT)
         time.sleep(pause_s)
 
 
 # Workers on this machine.
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one worker may use of this machine.
-
-    Attributes:
-        gpus: as in CUDA_VISIBLE_DEVICES; None leaves that as it is.
-        cores: numbers of CPU cores; empty for all that this process may use.
-    """
-
-    gpus: tuple[str, ...] | None = None
-    cores: tuple[int, ...] = ()
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks of a run: one for each GPU."""
-        return max(len(self.gpus or ()), 1)
-
-    def env(self) -> dict[str, str]:
-        """Changes to the environment."""
-        changes = {} if self.gpus is None else {VISIBLE_GPUS: ",".join(self.gpus)}
-        if self.cores and "OMP_NUM_THREADS" not in os.environ:
-            changes["OMP_NUM_THREADS"] = str(max(len(self.cores) // self.num_processes, 1))
-        return changes
-
-    def command(self, folder: Path) -> list[str]:
-        """The command line of a worker."""
-        ranks = ["--nproc", str(self.num_processes)] if self.num_processes > 1 else []
-        return [sys.executable, "-m", "linnaeus.main", "work", str(folder), *ranks]
-
-
-def divide(num_jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Share]:
-    """Divide a machine into equal shares. A remainder stays unused, and no share is empty.
-
-    With fewer GPUs or cores than jobs, several jobs have the same one.
-
-    >>> [share.gpus for share in divide(2, ["0", "1", "2", "3"], [])]
-    [('0', '1'), ('2', '3')]
-    >>> [share.cores for share in divide(3, [], [0, 1])]
-    [(0,), (1,), (0,)]
-    """
-    return [
-        Share(_part(gpus, number, num_jobs) or None, _part(cores, number, num_jobs))
-        for number in range(num_jobs)
-    ]
-
-
-def _part(things: Sequence[Thing], number: int, num_jobs: int) -> tuple[Thing, ...]:
-    each = max(len(things) // num_jobs, 1)
-    begin = number * each % max(len(things), 1)
-    return tuple(things[begin : begin + each])
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
-    named = os.environ.get(VISIBLE_GPUS)
-    if named is not None:
-        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
-    import torch  # late: a command line with a mistake does not wait for it
-
-    return [str(number) for number in range(torch.cuda.device_count())]
-
-
-def _shares(launch: LaunchOptions, plans: Sequence[Plan]) -> list[Share]:
+def _shares(options: SweepOptions, plans: Sequence[Plan]) -> list[Share]:
     """One for each worker on this machine."""
-    if launch.launcher == "slurm":
-        return [Share()]
-    num_jobs = launch.jobs or 1
+    from linnaeus.sweep.local import divide, visible_gpus
+
+    num_jobs = options.jobs or 1
     is_cpu = all(config.EXPERIMENT.DEVICE == "cpu" for _, config in plans)
     gpus = [] if is_cpu else visible_gpus()
-    shares = divide(num_jobs, gpus, sorted(os.sched_getaffinity(0)) if num_jobs > 1 else [])
     if 0 < len(gpus) < num_jobs:
         logger.warning(
             "--jobs: %d runs share %s; what one takes is not free for the others, so give AutoBatch a limit "
@@ -462,52 +372,46 @@ def _shares(launch: LaunchOptions, plans: Sequence[Plan]) -> list[Share]:
             num_jobs,
             counted(len(gpus), "GPU"),
         )
-    return shares
+    return divide(num_jobs, gpus, sorted(os.sched_getaffinity(0)) if num_jobs > 1 else [])
 
 
-def _start_workers(sweep: Sweep, shares: Sequence[Share]) -> list[subprocess.Popen[bytes]]:
-    """Start a worker for each share; they outlive this process if it is killed."""
-    cores, workers = os.sched_getaffinity(0), []
-    (sweep.folder / "logs").mkdir(exist_ok=True)
-    for number, share in enumerate(shares, start=1):
-        with (sweep.folder / f"logs/worker{number}.txt").open("ab") as output:
-            try:
-                os.sched_setaffinity(0, share.cores or cores)  # which the worker inherits
-                workers.append(
-                    subprocess.Popen(
-                        share.command(sweep.folder),
-                        env={**os.environ, **share.env()},
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,  # Ctrl-C is for this process alone
-                    )
-                )
-            finally:
-                os.sched_setaffinity(0, cores)
-    return workers
+def _dry_run(sweep: Sweep, shares: Sequence[Share]) -> str:
+    """The runs, and the command of each worker."""
+    runs = [run.title for run in sweep.grid()]
+    if sweep.trials is not None:
+        runs = [f"{sweep.trials} trials, whose values Optuna chooses"]
+    lines = [f"# {counted(len(shares), 'worker')} for these runs:", *(f"#   {run}" for run in runs)]
+    for share in shares:
+        env = [f"{name}={value}" for name, value in share.env().items()]
+        lines.append(shlex.join([*env, *share.command(sweep.folder)]))
+    return "\n".join(lines) + "\n"
 
 
 def _watch_workers(
-    watch: Watch, sweep: Sweep, shares: Sequence[Share], received: list[int]
+    options: SweepOptions,
+    sweep: Sweep,
+    study: Study | None,
+    shares: Sequence[Share],
+    received: list[int],
 ) -> None:
     """Start workers here, watch them, and pass signals on to them."""
-    workers, num_passed_on = _start_workers(sweep, shares), 0
+    from linnaeus.sweep.local import start_workers, worker_log
 
-    def goes_on() -> bool:
-        nonlocal num_passed_on
+    workers, passed_on = start_workers(sweep.folder, shares), list[int]()
+
+    def is_alive() -> bool:
         alive = [worker for worker in workers if worker.poll() is None]
-        while num_passed_on < len(received):
-            num_passed_on += 1
+        for number in received[len(passed_on) :]:
+            passed_on.append(number)
             for worker in alive:
                 worker.send_signal(signal.SIGINT)
         return bool(alive)
 
-    watch(goes_on, received, LOOK_S)
+    watch(options, sweep, study, received, is_alive, LOOK_S)
     for number, worker in enumerate(workers, start=1):
         if worker.returncode not in (0, EXIT_SOME_FAILED, EXIT_INTERRUPTED):
             sweep.check_is_there()
-            log = sweep.folder / f"logs/worker{number}.txt"
+            log = worker_log(sweep.folder, number)
             last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             logger.warning(
                 "worker %d has ended with %d: %s (%s)", number, worker.returncode, last, log
@@ -519,20 +423,19 @@ def _watch_workers(
 
 def _script(options: SweepOptions, sweep: Sweep) -> str:
     """The script of the array of workers."""
-    from linnaeus.sweep.slurm import workers_script
-
     num_runs = len(sweep.runs) if sweep.trials is None else min(JOBS_OF_A_SEARCH, sweep.trials)
-    return workers_script(sweep.folder, options.launch, num_runs)
+    return workers_script(sweep.folder, options.slurm, options.jobs or num_runs)
 
 
-def _watch_jobs(watch: Watch, options: SweepOptions, sweep: Sweep, received: list[int]) -> None:
+def _watch_jobs(
+    options: SweepOptions, sweep: Sweep, study: Study | None, received: list[int]
+) -> None:
     """Submit an array of workers and watch it.
 
     Raises:
         LinnaeusError: sbatch has refused the job.
     """
     from linnaeus.runtime.run_folder import is_queued
-    from linnaeus.sweep.slurm import submit
 
     number = submit(sweep.folder / "slurm", _script(options, sweep))
     logger.info(
@@ -541,23 +444,13 @@ def _watch_jobs(watch: Watch, options: SweepOptions, sweep: Sweep, received: lis
         shlex.quote(str(sweep.folder)),
         number,
     )
-    watch(lambda: not received and is_queued(number, now=True), received, LOOK_AT_QUEUE_S)
+
+    def is_alive() -> bool:
+        return not received and is_queued(number, now=True)
+
+    watch(options, sweep, study, received, is_alive, LOOK_AT_QUEUE_S)
     if received:
         logger.info("SLURM job %s runs on; scancel %s ends it, with checkpoints", number, number)
-
-
-def _dry_run(options: SweepOptions, sweep: Sweep, shares: Sequence[Share]) -> str:
-    """What would be started."""
-    if options.launch.launcher == "slurm":
-        return _script(options, sweep)
-    runs = [run.title for run in sweep.grid()]
-    if sweep.trials is not None:
-        runs = [f"{sweep.trials} trials, whose values Optuna chooses"]
-    lines = [f"# {counted(len(shares), 'worker')} for these runs:", *(f"#   {run}" for run in runs)]
-    for share in shares:
-        env = [f"{name}={value}" for name, value in share.env().items()]
-        lines.append(shlex.join([*env, *share.command(sweep.folder)]))
-    return "\n".join(lines) + "\n"
 
 
 PARSER = CommandParser(
@@ -566,8 +459,4 @@ PARSER = CommandParser(
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the configuration of each run, and exit",
-    gone={
-        "--plot": "is gone; the picture is sweep.png beside the runs",
-        "--predict-gpu": "is gone; predict one run with linnaeus analyze --predict --gpu NAME",
-    },
 )

@@ -83,7 +83,7 @@ def run(options: TrainOptions, config: Config) -> int:
         from linnaeus.runtime.distributed import RankEnded
 
     try:
-        stop_signal = train(config, dry_run=options.launch.dry_run).stop_signal
+        stop_signal = train(config, dry_run=options.dry_run).stop_signal
     except RankEnded as ended:
         ended.leave()
     return 128 + stop_signal if stop_signal else 0

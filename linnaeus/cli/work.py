@@ -31,7 +31,7 @@ class WorkOptions(Options):
     """The sweep, and the ranks of each run."""
 
     folder: Path = Path()
-    jobs: None = option(
+    jobs: int | None = option(
         "workers, with --launcher slurm; default: 1", "N", read_count, launches=True
     )
     nproc: int | None = option("ranks of each run, with torchrun; default: 1", "N", read_count)
@@ -48,9 +48,9 @@ def read(argv: Sequence[str]) -> tuple[WorkOptions]:
     options, words, problems = PARSER.words(argv)
     if len(words) != 1:
         problems.append(f"'{' '.join(words)}': name the folder of one sweep, such as runs/my_exp")
-    if options.launch.launcher == "slurm" and options.nproc is not None:
+    if options.launcher == "slurm" and options.nproc is not None:
         problems.append("--nproc: on SLURM a run has a rank for each GPU; give gpus-per-node=N")
-    if options.launch.launcher == "local" and options.launch.jobs is not None:
+    if options.launcher == "local" and options.jobs is not None:
         problems.append(
             "--jobs: is for --launcher slurm; here, start linnaeus work once for each worker"
         )
@@ -67,11 +67,11 @@ def run(options: WorkOptions) -> int:
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
-    if options.launch.launcher == "slurm":
+    if options.launcher == "slurm":
         from linnaeus.sweep.slurm import submit, workers_script
 
-        text = workers_script(options.folder, options.launch)
-        if options.launch.dry_run:
+        text = workers_script(options.folder, options.slurm, options.jobs or 1)
+        if options.dry_run:
             print(text, end="")
         else:
             number = submit(options.folder / "slurm", text)

@@ -219,6 +219,6 @@ def _reason(error: Exception) -> str:
         return "it refers to itself"
     name = re.search(r"Interpolation key '([\w.]+)' not found", text)
     if name is None:
-        return re.sub(r"^\w+ raised while resolving interpolation: ", "", text)
+        return re.sub(r"^\w+ raised while resolving interpolation: |linnaeus\.", "", text)
     real = closest(name[1])
     return f"there is no key {name[1]}" + (f"; did you mean {real}?" if real else "")

@@ -25,8 +25,6 @@ from linnaeus.runtime.files import suggest_path
 _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\w+(?:\.\w+)*)\s*$", re.MULTILINE)
 _PRIMARY = "linnaeus_command_line"
 """Name of the configuration whose defaults list the command line makes."""
-_HYDRAS = ("job", "hydra", "all")
-"""Words that follow `--cfg` in Hydra, which prints a configuration then."""
 _LOCK = threading.Lock()
 """Hydra has one composition at a time in a process."""
 
@@ -60,8 +58,6 @@ def read_file(name: str, asked_by: str, package: str = "") -> File:
         if error.errno is None:  # OmegaConf's word for a lone text or number
             raise ConfigError(f"{name}: must hold keys with values (KEY: value)") from None
         hint = suggest_path(path) if isinstance(error, FileNotFoundError) else ""
-        if name in _HYDRAS:
-            hint = f"; Hydra's --cfg {name} is --print-config here"
         raise ConfigError(f"{name}: {str(error.strerror).lower()} ({asked_by}){hint}") from None
     except Exception as error:  # PyYAML and OmegaConf raise errors of many kinds
         mark = getattr(error, "problem_mark", None)

@@ -203,7 +203,7 @@ class _Sources:
                 reason = str(error).partition("\n")[0]
                 self.problems.append(f"{override.key}: {reason} ({COMMAND_LINE})")
         self.tree = map_texts(OmegaConf.to_container(tree), own_resolvers)
-        register(self.chosen)
+        register()
 
     def origin(self, path: Path) -> str:
         """The place that sets a key, for messages."""

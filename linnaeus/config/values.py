@@ -51,7 +51,7 @@ def map_texts(value: Any, function: Callable[[str], str]) -> Any:
 
 
 def own_resolvers(text: str) -> str:
-    """Replace `${now:` and `${hydra:` by the names under which Linnaeus registers them."""
+    """Replace `${now:` and `${hydra:` by names of Linnaeus; there is no resolver for the second."""
     return re.sub(r"(?<!\\)((?:\\\\)*\$\{)\s*(now|hydra)\s*:", r"\1linnaeus.\2:", text)
 
 
@@ -118,30 +118,20 @@ def _evaluate(text: str) -> Any:
         return None
 
 
-def register(chosen: Mapping[str, str]) -> None:
-    """Register Linnaeus' resolvers with OmegaConf; `chosen` is the name chosen in each group."""
+def _resolve_number(text: str, kind: str) -> int | float | None:
+    """Arithmetic without interpolations; None where a term is null."""
+    is_null = re.search(r"\b(None|null)\b", text)
+    return None if is_null else number(text, {"int": int, "float": float}[kind])
 
-    def resolve_number(text: str, kind: str) -> int | float | None:
-        """Arithmetic without interpolations; None where a term is null."""
-        is_null = re.search(r"\b(None|null)\b", text)
-        return None if is_null else number(text, {"int": int, "float": float}[kind])
 
-    def now(form: str = "") -> str:
-        return moment().strftime(form or "%Y-%m-%d_%H-%M-%S")
+def _resolve_now(form: str = "%Y-%m-%d_%H-%M-%S") -> str:
+    return moment().strftime(form)
 
-    known = {f"runtime.choices.{group}": name for group, name in chosen.items()}
-    known["runtime.cwd"] = str(Path.cwd())
 
-    def hydra(name: str) -> str:
-        if name not in known:
-            raise ValueError(
-                f"there is no hydra:{name} here; there are runtime.choices.GROUP and runtime.cwd"
-            )
-        return known[name]
-
-    resolvers: dict[str, Any] = {"now": now, "hydra": hydra, "number": resolve_number}
-    for name, resolver in resolvers.items():
-        OmegaConf.register_new_resolver(f"linnaeus.{name}", resolver, replace=True)
+def register() -> None:
+    """Register Linnaeus' resolvers with OmegaConf, from which a program around may have cleared them."""
+    OmegaConf.register_new_resolver("linnaeus.number", _resolve_number, replace=True)
+    OmegaConf.register_new_resolver("linnaeus.now", _resolve_now, replace=True)
 
 
 def fill_nulls(root: DictConfig, cfg: str | None) -> set[tuple[str, ...]]:

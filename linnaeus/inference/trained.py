@@ -137,6 +137,12 @@ class TrainedRun:
             raise TypeError(
                 f"images must be an image or an iterable of images, not {images!r:.100}"
             )
+        known = Predictor.__match_args__[1:]  # without `runs`
+        if unknown := [name for name in options if name not in known]:
+            raise TypeError(
+                f"{unknown[0]}: predict takes no such argument; it takes {', '.join(known)}, and "
+                "load_run takes device"
+            )
         if options.get("batch_size") is None:
             options["batch_size"] = self._batch_size_found
         predictor = Predictor([self], **options)

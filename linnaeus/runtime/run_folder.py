@@ -75,7 +75,8 @@ ATTEMPTS = 50
 QUEUE_S = 20.0
 """An answer of SLURM is used for this time."""
 
-RunStatus = Literal["not run", "running", "finished", "failed", "interrupted", "pruned"]
+RunStatus = Literal["not run", "running", "finished", "failed", "interrupted", "pruned", "unknown"]
+"""How far a run has come; `unknown` where another program has written the metrics."""
 
 
 class FolderInUseError(ConfigError):
@@ -242,9 +243,10 @@ def _state_left(folder: Path) -> State:
         return State("finished", holder, 0, seconds=seconds)
     if written:
         return State("interrupted", holder, None, f"{holder or 'its process'} was killed", seconds)
-    return State(
-        "interrupted" if (folder / METRICS).exists() else "not run"
-    )  # run.json may be damaged
+    if not (folder / METRICS).exists():
+        return State("not run")
+    # run.json may be damaged. Other programs write metrics too.
+    return State("interrupted" if (folder / CONFIG).exists() else "unknown")
 
 
 def read_result(folder: Path) -> dict[str, Any]:

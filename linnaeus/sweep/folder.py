@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import shlex
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -21,7 +20,6 @@ from linnaeus.config.overrides import leaves
 from linnaeus.config.schema import Config
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, ConfigError
 from linnaeus.runtime.files import (
-    CHECKPOINTS,
     STUDY,
     SWEEP,
     link_new,
@@ -30,18 +28,18 @@ from linnaeus.runtime.files import (
     write_text_atomically,
 )
 from linnaeus.runtime.run_folder import (
-    RUN_FILES,
     Claim,
     FolderInUseError,
     LostFolderError,
     cannot_write,
-    free_name,
     holds_run,
     read_state,
 )
 from linnaeus.sweep.space import NOT_SWEPT, Combination, title_of
 
-logger = logging.getLogger("linnaeus.sweep")
+if TYPE_CHECKING:
+    from linnaeus.sweep.search import Study
+
 ASKED = "logs/config.yaml"
 """The configuration with which a worker starts a run, in the run's folder."""
 
@@ -173,15 +171,13 @@ class Sweep:
         Raises:
             ConfigError: the folder is that of another sweep or of a run.
         """
-        if any((self.folder / name).exists() for name in (*RUN_FILES, CHECKPOINTS)):
+        if holds_run(self.folder):
             raise ConfigError(
                 f"EXPERIMENT.NAME: {self.folder} is the folder of a run, and a sweep keeps its runs in one "
                 "of its own: give the sweep another name"
             )
         if (self.folder / SWEEP).exists():
-            earlier = Sweep.read(self.folder)
-            if not self._replaces(earlier):
-                self._check_same(earlier)
+            self._check_same(Sweep.read(self.folder))
         elif (
             any(holds_run(self.folder / run["name"]) for run in self.runs)
             or (self.folder / STUDY).exists()
@@ -206,16 +202,11 @@ class Sweep:
     def write(self) -> None:
         """Write `sweep.json`, unless it is there and says the same; more trials than it says are added.
 
-        A sweep of which every run has failed makes room where its runs cannot be tried once more.
-
         Raises:
             ConfigError: as for `check`, or the folder cannot be written to.
         """
         temporary = self.folder / f".{uuid.uuid4().hex}.tmp"
         try:
-            if (self.folder / SWEEP).exists() and self._replaces(Sweep.read(self.folder)):
-                aside = self.folder.rename(free_name(self.folder))
-                logger.info("all runs of %s have failed; it is %s now", self.folder, aside.name)
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 temporary.write_text(self._text(), encoding="utf-8")
@@ -235,20 +226,13 @@ class Sweep:
         content = {key: value for key, value in vars(self).items() if key != "folder"}
         return json.dumps(content, indent=1) + "\n"
 
-    def _replaces(self, earlier: Sweep) -> bool:
-        """Whether every run of the earlier sweep has failed, and this one cannot try them once more."""
-        if self.trials is None and not self._difference(earlier):
-            return False
-        states = {read_state(folder).status for folder in self.folder.iterdir()}
-        return "failed" in states and states <= {"failed", "not run"}
-
     def _check_same(self, earlier: Sweep) -> None:
         """Refuse a folder that holds other runs."""
         if differs := self._difference(earlier):
             typed = shlex.join(["linnaeus", "sweep", *earlier.argv])
             raise ConfigError(
                 f"EXPERIMENT.NAME: {self.folder} is the folder of {differs} ({typed}); give this sweep "
-                "another name"
+                "another name, or delete the folder"
             )
 
     def _difference(self, earlier: Sweep) -> str:
@@ -275,6 +259,11 @@ class Sweep:
         return [
             SweepRun(self.folder / run["name"], run["values"], run["config"]) for run in entries
         ]
+
+    def begun(self, study: Study | None) -> list[SweepRun]:
+        """The runs of a grid, or the trials so far of a search, each folder once."""
+        found = self.grid() if study is None else [run for _, run in study.runs()]
+        return [*{run.folder: run for run in found}.values()]
 
     def repeat_failed(self) -> None:
         """Forget that runs of a grid have failed: workers take them again, from their checkpoints."""

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -44,27 +43,11 @@ REFUSED = {
 TIME_IS_OVER = "its time was nearly over"
 
 
-@dataclass
-class LaunchOptions:
-    """Where a command runs.
-
-    Attributes:
-        launcher: `local`, this machine, or `slurm`.
-        jobs: number of workers of a sweep; None for 1 on this machine, and one for each run on SLURM.
-        slurm: options of sbatch by their long names; None for those without a value.
-        dry_run: only say what would be started.
-        argv: the tokens after the command, without these options.
-    """
-
-    launcher: str = "local"
-    jobs: int | None = None
-    slurm: dict[str, str | None] = field(default_factory=dict)
-    dry_run: bool = False
-    argv: list[str] = field(default_factory=list)
-
-
 def problems_with(options: Mapping[str, str | None]) -> list[str]:
-    """One sentence for each option of sbatch that cannot be given; sbatch judges the rest."""
+    """One sentence for each option of sbatch that cannot be given; sbatch judges the rest.
+
+    Options have their long names, and None in place of a value where they take none.
+    """
     problems = [f"--slurm {name}: {REFUSED[name]}" for name in options if name in REFUSED]
     given = options.get("signal", f"B:USR1@{GRACE_S}") or ""
     if not re.fullmatch(r"B:(SIG)?USR1(@[1-9]\d*)?", given):
@@ -117,10 +100,9 @@ def _quoted(value: str) -> str:
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
-def workers_script(folder: Path, options: LaunchOptions, jobs: int = 1) -> str:
-    """The script of an array of workers of the sweep in a folder; `jobs` where the options name no number."""
-    words = ["work", str(folder.resolve())]
-    return script(folder / "slurm", options.slurm, folder.name, words, options.jobs or jobs)
+def workers_script(folder: Path, options: Mapping[str, str | None], jobs: int) -> str:
+    """The script of an array of workers of the sweep in a folder."""
+    return script(folder / "slurm", options, folder.name, ["work", str(folder.resolve())], jobs)
 
 
 def check_sbatch() -> None:
@@ -163,18 +145,24 @@ def submit(folder: Path, text: str) -> str:
 
 
 def submit_command(
-    options: LaunchOptions,
+    options: Mapping[str, str | None],
     command: str,
     words: Sequence[str],
     with_torchrun: bool,
     run: Path | None,
+    *,
+    dry_run: bool,
 ) -> str:
     """Submit one command, whose words have been checked, as one job: `linnaeus train --launcher slurm`.
 
     Args:
+        options: of sbatch.
+        command: of Linnaeus.
+        words: that follow it.
         with_torchrun: whether it uses a rank for each GPU.
         run: the folder of the run that resumes when the job is queued again; None for a command that
             begins anew.
+        dry_run: submit nothing, and return the script.
 
     Returns:
         What to print: the job with its log, and how to follow and cancel it; or the job's script.
@@ -184,11 +172,11 @@ def submit_command(
     """
     folder = Path("slurm")
     of_job = ["--run", str(run)] if run is not None else [] if with_torchrun else ["--alone"]
-    text = script(folder, options.slurm, f"linnaeus-{command}", [*of_job, command, *words])
-    if options.dry_run:
+    text = script(folder, options, f"linnaeus-{command}", [*of_job, command, *words])
+    if dry_run:
         return text
     number = submit(folder, text)
-    log = options.slurm.get("output") or str(folder.resolve() / f"{number}.out")
+    log = options.get("output") or str(folder.resolve() / f"{number}.out")
     return (
         f"submitted as SLURM job {number}: linnaeus {shlex.join([command, *words])}\n"
         f"log:    {shlex.quote(log)}\ncancel: scancel {number}\n"

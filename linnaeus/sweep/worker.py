@@ -188,10 +188,7 @@ class Worker:
             raise LinnaeusError(f"{self._sweep.folder} cannot be written to: {error}") from error
         if self._child.received:
             return 128 + self._child.received[0]
-        runs = self._sweep.grid() if self._study is None else [run for _, run in self._study.runs()]
-        states = Counter(
-            read_state(folder).status for folder in dict.fromkeys(run.folder for run in runs)
-        )
+        states = Counter(read_state(run.folder).status for run in self._sweep.begun(self._study))
         print(
             "no run is left to take:",
             ", ".join(f"{number} {name}" for name, number in states.items()),

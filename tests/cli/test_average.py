@@ -1,7 +1,5 @@
 """`linnaeus average`: the weights are a mean, and BatchNorm's statistics are of the training data."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.cli.main import COMMANDS, NOT_WITH_TORCHRUN, cli, part_of
+from linnaeus.cli.main import COMMANDS, WITH_TORCHRUN, cli, part_of
 from linnaeus.cli.parser import unwritable
 from linnaeus.runtime.errors import ConfigError
 from tests.helpers.forks import ROOT
@@ -134,7 +134,6 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
     assert outcome.code == 0
     assert all(name in outcome.out for name in part_of(command, "PARSER")._option_string_actions)
     found = re.search(r"^examples:\n((?:  .+\n)+)", outcome.out, re.MULTILINE)
-    assert found is not None
     lines = found[1].splitlines()
     assert len(lines) >= 3
     # The folder of `my_exp` is another sweep's.
@@ -145,7 +144,7 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
         rest += ["--print-config"] if command == "train" else []  # /data/birds is not there
         assert first == command
         assert read(command, *rest), line
-    if command in NOT_WITH_TORCHRUN:
+    if command not in WITH_TORCHRUN:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "2")
         words = [*words_of(lines[0]), *own]

@@ -39,12 +39,6 @@ def test_a_preview_shows_the_colours_of_the_images(run, tmp_path):
     assert {(255, 0, 0), (0, 0, 255)} <= {tuple(map(int, each)) for each in colors}
 
 
-@pytest.mark.parametrize("file", ["samples.pdf", "missing/samples.png"])
-def test_a_preview_that_cannot_be_written(run, file):
-    outcome = run("train", *SMALL, "--preview", file)
-    assert (outcome.code, "--preview" in outcome.err) == (2, True)
-
-
 def test_a_preview_is_for_images(run, tmp_path):
     points = ("DATA.DATASET._target_=tests.cli.tiny.Points", "EXPERIMENT.DEVICE=cpu")
     outcome = run("train", *points, "--preview", "samples.png")

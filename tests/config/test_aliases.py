@@ -1,7 +1,5 @@
 """Names of other frameworks: each leads to a key of the schema, with a value that it takes."""
 
-from __future__ import annotations
-
 import pytest
 
 from linnaeus.config.aliases import alias, aliases

@@ -1,7 +1,5 @@
 """Keys whose null follows the data and the command line."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`_target_` nodes: what a user's callable gets, and what a mistake says."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """The whole way: precedence, all problems at once, presets, `_target_` nodes, and back to YAML."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """Mistakes in a configuration, each of which is one problem that `tests/messages/config.txt` holds."""
 
-from __future__ import annotations
-
 import re
 from contextlib import chdir
 from pathlib import Path

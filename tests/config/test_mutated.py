@@ -1,7 +1,5 @@
 """Mutated files and command lines: whatever is wrong with them is a `ConfigError` that names it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

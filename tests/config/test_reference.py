@@ -1,7 +1,5 @@
 """The reference page holds every key, and Markdown that stays in its cells."""
 
-from __future__ import annotations
-
 import runpy
 
 from linnaeus.config.keys import KEYS, NODES, dotted

@@ -1,7 +1,5 @@
 """Files, folders, classes and names of timm that are not there, found with all other mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,6 +1,4 @@
-"""`${now:...}` and `${hydra:...}`, as Hydra's users know them."""
-
-from __future__ import annotations
+"""`${now:...}`, as Hydra's users know it."""
 
 import os
 import re
@@ -11,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from linnaeus.config import values
-from tests.helpers.configs import load, write
+from tests.helpers.configs import load
 
 
 @pytest.fixture(autouse=True)
@@ -30,23 +28,6 @@ def test_now_is_one_moment_of_the_process():
     assert {"at": [moment.strftime("%f")]} == config.MODEL.KWARGS
     assert f"{moment:%f}" == load("EXPERIMENT.NAME=${now:%f}").EXPERIMENT.NAME
     assert load(r"EXPERIMENT.NAME=\${now:%f}").EXPERIMENT.NAME == "${now:%f}"
-
-
-def test_what_hydra_knows(tmp_path):
-    config = load(
-        "model=resnet50",
-        "DATA.DATASET.ROOT=${hydra:runtime.cwd}/data",
-        "EXPERIMENT.NAME=r-${hydra:runtime.choices.model}",
-    )
-    assert f"{tmp_path}/data" == config.DATA.DATASET.ROOT
-    assert config.EXPERIMENT.NAME == "r-resnet50"
-    write(
-        {
-            "my": "defaults: [{model: vit_tiny}]\nEXPERIMENT: {NAME: '${hydra:runtime.choices.model}'}"
-        }
-    )
-    assert load("--cfg", "my.yaml").EXPERIMENT.NAME == "vit_tiny"
-    assert load("--cfg", "my.yaml", "model=resnet18").EXPERIMENT.NAME == "resnet18"
 
 
 def test_resolvers_of_a_program_around_stay():

@@ -1,7 +1,5 @@
 """Files, folders, groups and defaults lists: which value wins, with Hydra's own composition beside it."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

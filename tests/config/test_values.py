@@ -1,7 +1,5 @@
 """What a user types, on the command line or in a file, arrives as typed, in the key's type."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -73,7 +73,6 @@ def test_default_names_of_levels_may_be_those_of_an_older_version():
     options = {"NAME": "synthetic", "NUM_CLASSES": [2, 4], "NUM_SAMPLES_VAL": 4}
     dataset = DatasetConfig(**options, LEVELS=["rank1", "rank2"])
     taxonomy = build_data(DataConfig(DATASET=dataset, IMG_SIZE=8), seed=0).taxonomy
-    assert taxonomy is not None
     index = LabelIndex.of(taxonomy)
     assert labels(build(index, own=True, **options)) == [[0, 0], [0, 1], [1, 2], [1, 3]]
     with pytest.raises(DataError):

@@ -201,7 +201,6 @@ def test_pixels_in_and_probabilities_out(tmp_path, format, half):
     run = run_of(tmp_path / "run")
     path = run.export(format, preprocessing=True, half=half).path
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
-    assert run.spec.preprocessing is not None
     inputs = run.spec.preprocessing.normalise()(pixels)
     expected = {level: logits.softmax(1) for level, logits in outputs_of(run, inputs).items()}
     for batch in (pixels, pixels[:1]):

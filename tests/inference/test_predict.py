@@ -37,7 +37,6 @@ def test_predictions_are_those_of_validation_bit_for_bit(birds, photos):
     found = birds.predict(photos, batch_size=3)
     assert [prediction.source for prediction in found] == [str(path) for path in photos]
     preprocessing = birds.spec.preprocessing
-    assert preprocessing is not None
     listing = Listing.of("", Path(), map(str, photos), [()] * len(photos))
     labels = torch.zeros(1, len(birds.classes), dtype=torch.int64)
     dataset = ImageFiles(listing, labels, 3, transform=preprocessing.transform())
@@ -109,7 +108,6 @@ def test_top_and_texts(birds, photos):
         "order": 2,
         "species": 2,
     }
-    assert found.path is not None
     assert [word for word in (str(photos[0]), "order: ", " %") if word not in repr(found)] == []
     assert len(birds.predict(photos[0], top=9)[0].levels["species"]) == 5
     with pytest.raises(ValueError, match="1"):
@@ -151,7 +149,6 @@ def test_the_path_is_the_best_of_all_paths(taxonomy):
         }
         best = max(products, key=products.__getitem__)
         names = [level.classes[label] for level, label in zip(taxonomy.levels, best, strict=True)]
-        assert prediction.path is not None
         assert list(prediction.path.classes.values()) == names
         assert prediction.path.probability == pytest.approx(products[best], rel=1e-4)
         is_other = best != tuple(int(p[i].argmax()) for p in probabilities)
@@ -174,7 +171,6 @@ def test_a_marginal_head_predicts_its_own_probabilities(tmp_path):
             assert dict(prediction.levels[level.name]) == pytest.approx(expected, rel=1e-4)
             num_other += sum(expected.values()) < 0.99
         path = prediction.path
-        assert path is not None
         assert (path.classes["c"], path.probability) == prediction.levels["c"][0], (
             "a path is as its end"
         )

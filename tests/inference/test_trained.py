@@ -38,6 +38,12 @@ def test_what_a_run_offers(folder):
     assert "crop_fraction=0.9" in repr(run.transform)
 
 
+def test_an_unknown_argument_of_predict_is_named(folder):
+    run = load_run(folder, device="cpu")
+    with pytest.raises(TypeError, match=r"^device: .*\btta\b"):
+        run.predict(torch.zeros(3, 50, 60, dtype=torch.uint8), device="nonsense")
+
+
 def test_a_moved_folder_and_a_checkpoint_alone(tmp_path):
     folder = save_run(tmp_path / "runs" / "a", spec_of())
     expected = first_weight(folder)

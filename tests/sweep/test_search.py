@@ -117,7 +117,6 @@ def test_a_failed_trial_is_not_repeated_but_more_may_be_asked_for(open_study, tr
     study = open_study(RATES, trials=2)
     for value, code in ((0.5, 0), (None, 1)):
         asked = study.ask()
-        assert asked is not None
         end(asked[1], value, code)
     again = open_study(RATES, trials=trials)  # the command is issued once more
     again.sweep.repeat_failed()
@@ -129,7 +128,6 @@ def test_a_failed_trial_is_not_repeated_but_more_may_be_asked_for(open_study, tr
 def test_a_run_that_was_interrupted_is_not_told(open_study):
     study = open_study(RATES)
     asked = study.ask()
-    assert asked is not None
     end(asked[1], None, 130)
     assert [run.folder for _, run in study.open_trials()] == [asked[1].folder]
     assert states(study) == ["RUNNING"]
@@ -173,7 +171,6 @@ def test_the_worst_of_several_is_pruned(open_study, prunes, headline):
     ended = []
     for number in range(7):
         asked = study.ask()
-        assert asked is not None
         value = 0.5 if number < 6 else 0.1
         for epoch in range(1, 20):
             values = {"loss": 1 - value, "top1/a": 0.5 if headline == "loss" else value}
@@ -189,7 +186,6 @@ def test_the_worst_of_several_is_pruned(open_study, prunes, headline):
 def test_a_metric_that_no_run_has_ends_the_search(open_study):
     study = open_study(RATES, "--metric", "top5/a")
     asked = study.ask()
-    assert asked is not None
     with pytest.raises(ConfigError, match=r"--metric.*top5/a.*top1/a"):
         study.report(asked[0], {"loss": 0.5, "top1/a": 0.1}, "top1/a", 1, 20)
 

@@ -13,8 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from linnaeus.cli.sweep import _watch
-from linnaeus.runtime.errors import ConfigError
+from linnaeus.cli.sweep import SweepOptions, watch
 from linnaeus.runtime.run_folder import CLAIMS, OUTPUT, Claim, Holder, LostFolderError, read_state
 from linnaeus.sweep.folder import Sweep
 from linnaeus.sweep.worker import Child
@@ -118,34 +117,6 @@ def test_a_run_is_refused_in_the_folder_of_a_sweep(run):
     assert "EXPERIMENT.NAME: runs/tiny" in refused.err
 
 
-def end_run(folder, code):
-    claim = Claim(folder)
-    claim.begin()
-    claim.end(code, "no such model")
-    claim.release()
-
-
-@pytest.mark.parametrize("codes", [(1, 1), (1, 130)])
-def test_a_sweep_that_failed_as_a_whole_can_be_mended(tmp_path, monkeypatch, codes):
-    """A run that was interrupted is kept for its own configuration."""
-    monkeypatch.chdir(tmp_path)
-    sweep = planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
-    for seed, code in enumerate(codes):
-        end_run(sweep.folder / f"EXPERIMENT.SEED={seed}", code)
-    mended = (*TINY, "EXPERIMENT.SEED=0,1", "TRAIN.EPOCHS=3")
-    if 130 in codes:
-        with pytest.raises(ConfigError):
-            planned_sweep(*mended)
-        return
-    assert planned_sweep(*TINY, "EXPERIMENT.SEED=0,1").id == sweep.id, "tried again in its place"
-    again = planned_sweep(*mended)
-    assert again.folder == sweep.folder
-    assert [run.config for run in Sweep.read(again.folder).grid()] == [
-        run.config for run in again.grid()
-    ]
-    assert Sweep.read(tmp_path / "runs/tiny.1").id == sweep.id
-
-
 def test_a_sweep_is_known_by_its_file(tmp_path, run):
     """Renamed it goes on, in its place a worker ends, and without the file its runs are nobody's."""
     sweep = planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
@@ -217,7 +188,6 @@ def test_a_dead_worker_s_run_goes_on_in_a_worker_that_is_started_later(tmp_path,
     begun = [folder / f"EXPERIMENT.SEED={seed}" for seed in range(2)]
     wait_until(lambda: all((one / "checkpoints/last.pt").exists() for one in begun), sweep)
     holder = read_state(begun[0]).holder
-    assert holder is not None
     worker = psutil.Process(holder.pid)
     for process in (worker, *worker.children()):
         process.kill()
@@ -328,6 +298,6 @@ def test_each_run_that_has_begun_or_ended_is_told(tmp_path, monkeypatch, caplog)
     sweep = planned_sweep(*TINY, "EXPERIMENT.SEED=1,2,3")
     write_run(sweep.folder / "EXPERIMENT.SEED=1")
     mine = Claim(sweep.folder / "EXPERIMENT.SEED=2")
-    _watch(sweep, None, lambda: False, lambda: False, [signal.SIGINT], 0)
+    watch(SweepOptions(), sweep, None, [signal.SIGINT], lambda: False, 0)
     mine.release()
     assert caplog.messages == ["EXPERIMENT.SEED=1: finished", "EXPERIMENT.SEED=2: running"]

@@ -190,10 +190,4 @@ PARSER = CommandParser(
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the configuration that would be measured, and exit",
-    gone={
-        "--remedies": "is gone; give --variants bf16,checkpointing",
-        "--throughput": "is gone; every size found is timed",
-        "--device-memory-gb": "is gone; give --gpu GIB",
-        "--hf": "is gone; predict the memory of language models with examples/llm_memory.py",
-    },
 )

@@ -6,6 +6,7 @@ Rates for Training Neural Networks, section 3.3). The loss is smoothed by a runn
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from linnaeus.autobatch.memory.oom import is_out_of_memory
-from linnaeus.cli.analyze.measure import Setup, environment_of
+from linnaeus.cli.analyze.measure import Setup, environment_of, sentence
 from linnaeus.cli.analyze.options import AnalyzeOptions
 from linnaeus.cli.tables import save_figures, table
 from linnaeus.config.schema import ScheduleConfig
@@ -25,9 +26,12 @@ from linnaeus.size_search.planned_sizes import prepare_search
 from linnaeus.training.optim import scale_values
 from linnaeus.training.schedule import Schedule
 
+logger = logging.getLogger("linnaeus.analysis")
 KEY = "OPTIMIZER.LR"
 FIRST, LAST, NUM_STEPS = 1e-6, 10.0, 100
 """The learning rates at the peak, and the steps from one to the other."""
+LOG_EVERY = 10
+"""Steps from one log line to the next."""
 SMOOTHING, DIVERGED = 0.9, 4
 """What a step keeps of the running mean; the smoothed loss, over its lowest, that ends the test."""
 
@@ -79,6 +83,7 @@ def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None
     plan, step = plan_for(config.DATA.BATCH_SIZE), search.assembly.train_step
     stage, optimizer = plan.stages[0], step.optimizer
     test.environment = environment_of(setup, search)
+    logger.info("measured: %s", sentence(test.environment))
     scale_values(optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
     first, growth = FIRST / optimizer.param_groups[0]["lr"], LAST / FIRST
     schedule = Schedule(
@@ -117,6 +122,14 @@ def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None
             mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
             smoothed, rate = mean / (1 - SMOOTHING ** (len(test.rows) + 1)), schedule.lr
             test.rows.append({KEY: rate / plan.lr_scale, "loss": loss, "smoothed": smoothed})
+            if number % LOG_EVERY == 0:
+                logger.info(
+                    "step %d of %d: learning rate %.3g, loss %.4g",
+                    number + 1,
+                    NUM_STEPS,
+                    rate,
+                    loss,
+                )
             if smoothed > DIVERGED * min(row["smoothed"] for row in test.rows):
                 break
     if not test.rows:

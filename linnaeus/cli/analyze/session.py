@@ -21,9 +21,10 @@ from linnaeus.data.loader import with_num_workers
 from linnaeus.models.preprocessing import with_preprocessing
 from linnaeus.runtime.console import StatusLine, make_console
 from linnaeus.runtime.distributed import World, join
-from linnaeus.runtime.errors import EXIT_INTERRUPTED, AutoBatchError
+from linnaeus.runtime.errors import AutoBatchError
 from linnaeus.runtime.log import close_logging, set_up_logging
 from linnaeus.runtime.rng import deterministic, kernels, seed_all
+from linnaeus.runtime.signals import StopRequest
 from linnaeus.size_search.searches import log_level
 
 logger = logging.getLogger("linnaeus.cli")
@@ -33,9 +34,10 @@ def run(options: AnalyzeOptions, config: Config) -> int:
     """Measure or predict, write the files and show the tables.
 
     Returns:
-        The exit code: 0 done, 130 interrupted.
+        The exit code, 0.
 
     Raises:
+        Interrupted: by Ctrl-C or SIGTERM, after the files are written.
         AutoBatchError: nothing fits at any fraction.
         LinnaeusError: something else that the user can mend; the message says how.
     """
@@ -52,6 +54,7 @@ def run(options: AnalyzeOptions, config: Config) -> int:
     set_up_logging(None, rank=0, console=console)
     try:
         with (
+            StopRequest().listening(),
             joining as world,
             kernels(config.EXPERIMENT, world.device),
             log_level(config.DATA.AUTOBATCH, "train") as is_shown,
@@ -68,9 +71,6 @@ def run(options: AnalyzeOptions, config: Config) -> int:
                 config = replace(config, DATA=loading)
             find(Setup(config, data, world, RankStatus(line.update), console), options, analysis)
         analysis.interrupted = False
-    except KeyboardInterrupt:
-        logger.info("interrupted; what has been measured so far is written")
-        return EXIT_INTERRUPTED
     finally:
         if analysis.rows:  # otherwise nothing has been measured
             name = "learning_rates.json" if options.lr else "batch_sizes.json"

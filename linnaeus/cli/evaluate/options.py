@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linnaeus.cli.arguments import read_columns
-from linnaeus.cli.parser import CommandParser, RunOptions, choice, option
+from linnaeus.cli.parser import CheckpointOptions, CommandParser, choice, option, read_columns
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.overrides import CommandLine, parse_command_line, typed_keys
 from linnaeus.config.schema import Config
@@ -76,7 +75,7 @@ def _read_output(text: str) -> Path:
 
 
 @dataclass
-class EvaluateOptions(RunOptions):
+class EvaluateOptions(CheckpointOptions):
     """What to evaluate, and where the files go; `output` has no ending."""
 
     output: Path | None = option(
@@ -191,5 +190,4 @@ PARSER = CommandParser(
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the configuration of the evaluation, and exit",
-    gone={"--plot": "is gone; the picture is <output>.png"},
 )

@@ -42,7 +42,7 @@ from linnaeus.inference.evaluation_data import (
     build_evaluation_data,
 )
 from linnaeus.inference.figures import LevelFigures, distance_of_mistakes
-from linnaeus.inference.trained import TrainedRun, load_run
+from linnaeus.inference.trained import TrainedRun
 from linnaeus.runtime.console import ProgressBar, make_console
 from linnaeus.runtime.distributed import RankEnded, World, join, report_errors_to_all_ranks
 from linnaeus.runtime.errors import ConfigError
@@ -101,12 +101,7 @@ def run(options: EvaluateOptions, config: Config, own: Config) -> int:
             world.check_equal(configuration_facts(dataclasses.asdict(config)))
             seed_all(config.EXPERIMENT.SEED)
             world.update("reading the run")
-            trained = load_run(
-                options.run,
-                checkpoint=options.checkpoint or "best",
-                device=str(world.device),
-                trust_code=options.trust_code,
-            )
+            trained = options.load(options.run, str(world.device))
             _evaluate(Session(options, config, own, trained, world, console))
     except RankEnded as ended:
         ended.leave()

@@ -13,56 +13,18 @@ from tests.helpers.predictions import POINTS, WIDE, predicted, row_of
 MIB = 1024**2
 LINES = {
     "values of options": (
-        read,
-        [
-            "--fractions=0,nan",
-            "--fractions=1.5",
-            "--fractions=0.5,nan",
-            "--fractions=half",
-            "--modes=tset",
-            "--output=a",
-            "--plot=a.pdf",
-            "--max-bs=3",
-            "--memory-limit-gb=2",
-            "--gpu=t4,rtx409",
-            "--gpu=a100",
-            "--gpu=8,24GB",
-            "--variants=bf16,compiled",
-            "--predict=1",
-            "--foo",
-            "DATA.BATCHSIZE=3",
-        ],
+        "--fractions=0,nan --fractions=1.5 --fractions=0.5,nan --fractions=half "
+        "--modes=tset --output=a --plot=a.pdf --max-bs=3 --memory-limit-gb=2 "
+        "--gpu=t4,rtx409 --gpu=a100 --gpu=8,24GB --variants=bf16,compiled --predict=1 "
+        "--foo DATA.BATCHSIZE=3"
     ),
-    "options of earlier versions": (
-        read,
-        ["--remedies", "--throughput", "--device-memory-gb=24", "--hf", "config.json"],
-    ),
-    "options that need --predict": (
-        read,
-        [
-            "--gpu=t4",
-            "--sharding=full",
-            "--world-size=1,2",
-        ],
-    ),
-    "options that do not go with --predict": (
-        read,
-        [
-            "--predict",
-            "--plot=a.svg",
-        ],
-    ),
-    "mistakes in a sharded prediction": (
-        read,
-        [
-            "--predict",
-            "--world-size=0",
-            "--sharding=ful",
-        ],
-    ),
-    "options that do not go with --lr": (read, ["--lr", "--predict", "--fractions=1"]),
-    "a prediction for no GPU": (read, ["--predict"]),
-    "files that cannot be written": (read, ["--output", "missing/a.csv", "--plot", "folder.png"]),
+    "options of earlier versions": "--remedies --throughput --device-memory-gb=24 --hf config.json",
+    "options that need --predict": "--gpu=t4 --sharding=full --world-size=1,2",
+    "options that do not go with --predict": "--predict --plot=a.svg",
+    "mistakes in a sharded prediction": "--predict --world-size=0 --sharding=ful",
+    "options that do not go with --lr": "--lr --predict --fractions=1",
+    "a prediction for no GPU": "--predict",
+    "files that cannot be written": "--output missing/a.csv --plot folder.png",
 }
 ENVIRONMENT = {
     "model": "vit",
@@ -100,7 +62,7 @@ def measured():
 def test_messages(golden, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("folder.png").mkdir()
-    said = {title: error_of(function, argv) for title, (function, argv) in LINES.items()}
+    said = {title: error_of(read, line.split()) for title, line in LINES.items()}
     said["an analysis"] = shown(measured())
     said["the line above an analysis"] = sentence(ENVIRONMENT)
     small = Analysis(rows=[Row("train", 0.9, device="t4", batch_size=8, limited_by="memory")])

@@ -103,7 +103,6 @@ def test_which_device_would_do():
     """The smallest size fits there with the margin, and with a hundredth of a GiB less it does not."""
     row = row_of("train", *WIDE, fraction=0.5, gib=1.0)
     assert (row.batch_size, row.size_without_margin) == (None, None)
-    assert row.reason is not None
     needed = float(re.findall(r"\d+\.\d\d", row.reason.replace("15 %", ""))[-1])
     assert row_of("train", *WIDE, fraction=0.5, gib=needed).batch_size is not None
     assert row_of("train", *WIDE, fraction=0.5, gib=needed - 0.01).batch_size is None
@@ -126,8 +125,6 @@ def test_sizes_are_multiples_and_a_limit_counts_as_the_memory():
     limited = row_of(
         "train", *GROWING, "DATA.AUTOBATCH.MULTIPLE_OF=32", gib=24, fraction=0.8, limit_gb=2
     )
-    assert limited.batch_size is not None
-    assert free.batch_size is not None
     assert limited.batch_size % 32 == (limited.size_without_margin or 0) % 32 == 0
     assert limited.budget_bytes == BASE + int(0.8 * 2 * GIB)
     assert (limited.peak_bytes or 0) <= limited.budget_bytes
@@ -152,10 +149,6 @@ def test_a_batch_size_can_be_required(run, number, code):
     outcome = run(*argv, "--require", str(row["batch_size"] + number))
     assert (outcome.code, "--require" in outcome.err) == (code, code == 3)
     assert f"{row['batch_size']} to {row['size_without_margin']}" in outcome.out
-
-
-def test_a_prediction_needs_a_gpu(run):
-    assert run("analyze", "--predict").code == 2
 
 
 def test_variants():

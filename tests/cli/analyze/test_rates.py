@@ -2,10 +2,12 @@
 
 import csv
 import json
+import re
+import signal
 
 import pytest
 
-from tests.helpers.predictions import POINTS
+from tests.helpers.predictions import NARROW, POINTS
 from tests.helpers.runs import SMALL
 from tests.training.test_trainer import OVERFLOWING
 
@@ -41,6 +43,17 @@ def test_a_step_that_the_scaler_skips_is_left_out(run, tmp_path, monkeypatch, am
     outcome = run("analyze", *options, "--lr", "--output=a.json")
     assert outcome.code == 0, outcome.err
     assert len(json.loads((tmp_path / "a.json").read_text())["results"]) == num_rows
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_the_steps_and_says_a_word(run, tmp_path, number, code):
+    """The model sends it in step 21; two lines of the log tell of the steps before."""
+    more = ("MODEL.interrupt_at=21", f"MODEL.signal_number={int(number)}", "DATA.BATCH_SIZE=8")
+    outcome = run("analyze", *NARROW, *more, "--lr")
+    assert (outcome.code, number.name in outcome.err) == (code, True)
+    assert len(re.findall("step [0-9]+ of 100", outcome.out)) == 2
+    found = json.loads((tmp_path / "learning_rates.json").read_text())
+    assert (found["interrupted"], len(found["results"])) == (True, 20)
 
 
 def test_steps_are_those_of_training(run, tmp_path, monkeypatch):

@@ -139,23 +139,6 @@ def test_a_narrow_terminal_wraps_texts_and_no_number(tmp_path, width):
     assert "not shown: " in table_of(comparison(tmp_path, "a", "b", "c"), width)
 
 
-def status_of(folder):
-    return read_run(folder).state.status
-
-
-def test_how_far_a_run_has_come(tmp_path):
-    assert status_of(write_run(tmp_path / "done")) == "finished"
-    stopped = write_run(tmp_path / "stopped", finished=False)
-    assert status_of(stopped) == "interrupted"
-    claim = Claim(stopped)
-    assert status_of(stopped) == "running"
-    claim.begin()
-    claim.end(1, "no-such-model")
-    claim.release()
-    assert status_of(stopped) == "failed"
-    assert "no-such-model" in table_of(comparison(tmp_path, "stopped"))
-
-
 def test_the_status_of_a_sweep_is_the_comparison_of_its_runs(run, tmp_path):
     rates = ("0.1", "0.2", "0.3", "0.4")
     planned_sweep("EXPERIMENT.NAME=rates", f"OPTIMIZER.LR={','.join(rates)}")

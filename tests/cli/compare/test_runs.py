@@ -104,6 +104,9 @@ def test_a_foreign_file_of_metrics_is_read(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     found = read_run(tmp_path)
     assert (found.best("accuracy"), [*found.metrics]) == ((0.75, 20), ["accuracy"])
+    assert found.state.status == "unknown"
+    (tmp_path / "config.yaml").touch()
+    assert read_run(tmp_path).state.status == "interrupted"
 
 
 def test_the_lowest_loss_is_the_best(tmp_path):
