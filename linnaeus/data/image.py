@@ -134,7 +134,14 @@ def find_damage(path: str | Path, channels: int, decoding: Decoding) -> str | No
 def to_tensor(
     image: Image.Image, channels: int, decoding: Decoding, min_size: MinSize | None = None
 ) -> Tensor:
-    """A Pillow image, upright and converted, as uint8 tensor [channels, height, width].
+    """Return what `upright` returns as a uint8 tensor [channels, height, width]."""
+    return pixels_of(upright(image, channels, decoding, min_size))
+
+
+def upright(
+    image: Image.Image, channels: int, decoding: Decoding, min_size: MinSize | None = None
+) -> Image.Image:
+    """A Pillow image, loaded, upright, and with these channels of 8 bits.
 
     With `decoding.fast` and `min_size`, a JPEG file that is not loaded yet is decoded at a smaller scale.
     """
@@ -158,7 +165,7 @@ def to_tensor(
         raise DataError(
             f"it has {len(image.getbands())} channels, but DATA.DATASET.CHANNELS is {channels}"
         )
-    return pixels_of(image)
+    return image
 
 
 def pixels_of(image: Image.Image) -> Tensor:
@@ -166,7 +173,8 @@ def pixels_of(image: Image.Image) -> Tensor:
 
     `pil_to_tensor` of torchvision takes twice as long for a small image.
     """
-    return torch.from_numpy(np.atleast_3d(np.array(image))).permute(2, 0, 1)
+    values = torch.from_numpy(np.array(image))
+    return values.unsqueeze(0) if values.ndim == 2 else values.permute(2, 0, 1)
 
 
 def file_range(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from timm.data import create_transform
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ from linnaeus.data.batch import describe
 from linnaeus.data.image import DEFAULT_DECODING, Decoding, pixels_of
 from linnaeus.runtime.errors import ConfigError, DataError, first_line
 
-Transform = Callable[[Tensor], Tensor]
-"""uint8 [C, H, W] of any size to uint8 [C, height, width]."""
+Transform = Callable[[Tensor | Image.Image], Tensor]
+"""uint8 [C, H, W] of any size, or a Pillow image, to uint8 [C, height, width]."""
 
 _POLICIES: dict[str, Callable[[], Any]] = {
     "randaugment": v2.RandAugment,
@@ -37,6 +37,8 @@ _POLICIES: dict[str, Callable[[], Any]] = {
 
 _LUMINANCE = (0.299, 0.587, 0.114)
 """Parts of red, green and blue in grey (ITU-R BT.601), with which Pillow reads colour images as grey ones."""
+_MOST_PIXELS_IN_PILLOW = 128 * 128
+"""Up to this size, Pillow augments an image faster than torch does, whose calls take longer."""
 
 
 class ResizeCenterCrop:
@@ -65,8 +67,15 @@ class ResizeCenterCrop:
         self.interpolation = v2.InterpolationMode(interpolation)
         self.fill = fill
 
-    def __call__(self, image: Tensor) -> Tensor:
-        """[C, any, any] to [C, height, width]."""
+    def __call__(self, image: Tensor | Image.Image) -> Tensor | Image.Image:
+        """[C, any, any] to [C, height, width], or a Pillow image to one of this size."""
+        if isinstance(image, Tensor):
+            return self._of_tensor(image)
+        if self._resized(image.height, image.width) != [*self.size]:
+            return self._of_tensor(pixels_of(image))
+        return image.resize(self.size[::-1], Image.Resampling[self.interpolation.name])
+
+    def _of_tensor(self, image: Tensor) -> Tensor:
         source, resized = image.shape[-2:], self._resized(*image.shape[-2:])
         rows, columns = (min(sides) for sides in zip(resized, self.size, strict=True))
         top, left = round((resized[0] - rows) / 2), round((resized[1] - columns) / 2)
@@ -158,9 +167,13 @@ class RandomCrop:
         place = RandomResizedCropAndInterpolation.get_params(image, self.scale, self.ratio)
         return place  # type: ignore[no-any-return]
 
-    def __call__(self, image: Tensor) -> Tensor:
-        """uint8 [C, any, any] to [C, height, width]."""
+    def __call__(self, image: Tensor | Image.Image) -> Tensor | Image.Image:
+        """uint8 [C, any, any] to [C, height, width], or a Pillow image to one of this size."""
         place = RandomResizedCropAndInterpolation.get_params(image, self.scale, self.ratio)
+        if isinstance(image, Image.Image):
+            top, left, height, width = place
+            image = image.crop((left, top, left + width, top + height))
+            return image.resize(self.size[::-1], Image.Resampling[self.interpolation.name])
         part = functional.crop_image(image, *place)
         resized: Tensor = functional.resize_image(part, self.size, self.interpolation)
         return resized
@@ -173,22 +186,35 @@ class RandomFlip:
         self.probability = probability
         self.axis = axis
 
-    def __call__(self, image: Tensor) -> Tensor:
-        """[C, height, width] to the same shape."""
-        return image.flip(self.axis) if float(torch.rand(1)) < self.probability else image
+    def __call__(self, image: Tensor | Image.Image) -> Tensor | Image.Image:
+        """[C, height, width] to the same shape, or a Pillow image to its mirror image."""
+        if float(torch.rand(1)) >= self.probability:
+            return image
+        if isinstance(image, Tensor):
+            return image.flip(self.axis)
+        return (ImageOps.mirror if self.axis == -1 else ImageOps.flip)(image)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Steps on pixels, uint8 or fractions in [0, 1], [C, any, any] to [C, height, width]."""
+    """Steps on pixels, uint8 or fractions in [0, 1], [C, any, any] to [C, height, width].
+
+    Small Pillow images of the right channels stay Pillow images while `steps` allow it, if `augments`.
+    """
 
     steps: Sequence[Any]
+    augments: bool = False
 
-    def __call__(self, image: Tensor) -> Tensor:
+    def __call__(self, image: Tensor | Image.Image) -> Tensor:
         """Apply all steps."""
+        if isinstance(image, Image.Image):
+            is_small = image.width * image.height <= _MOST_PIXELS_IN_PILLOW
+            image = image if self.augments and is_small else pixels_of(image)
         for step in self.steps:
+            if isinstance(image, Image.Image) and not isinstance(step, _TAKES_PILLOW):
+                image = pixels_of(image)
             image = step(image)
-        return image
+        return pixels_of(image) if isinstance(image, Image.Image) else image
 
     def min_size(self, height: int, width: int) -> tuple[float, float]:
         """Height and width at which an image is twice as large as the result of its resizing, or larger.
@@ -216,14 +242,20 @@ class ThroughPillow:
     def __init__(self, transform: Callable[[Image.Image], Image.Image]) -> None:
         self.transform = transform
 
-    def __call__(self, image: Tensor) -> Tensor:
-        """uint8 [C, height, width] to the same, for 1 or 3 channels."""
+    def __call__(self, image: Tensor | Image.Image) -> Tensor | Image.Image:
+        """uint8 [C, height, width] to the same, for 1 or 3 channels, or a Pillow image to another."""
         # Plane by plane: that is faster than interleaving the channels as `to_pil_image` does.
-        planes = [Image.fromarray(plane.numpy()) for plane in image]
-        pillow = planes[0] if len(planes) == 1 else Image.merge("RGB", planes)
+        if isinstance(image, Image.Image):
+            pillow = image
+        else:
+            planes = [*map(Image.fromarray, image.numpy())]
+            pillow = planes[0] if len(planes) == 1 else Image.merge("RGB", planes)
         with suppress(ValueError):  # timm 1.0 asks Pillow 13 for colors of 0 bits
             pillow = self.transform(pillow)
-        return pixels_of(pillow).contiguous()
+        return pillow if isinstance(image, Image.Image) else pixels_of(pillow).contiguous()
+
+
+_TAKES_PILLOW = (ResizeCenterCrop, RandomCrop, RandomFlip, ThroughPillow)
 
 
 class UserTransform:
@@ -369,7 +401,7 @@ def build_transforms(
     preprocessing = Preprocessing(
         channels, size, fraction, mean, std, interpolation, mode, decoding
     )
-    return Pipeline(_augmentation(augment, preprocessing)), preprocessing
+    return Pipeline(_augmentation(augment, preprocessing), augments=True), preprocessing
 
 
 def _augmentation(augment: AugmentConfig, preprocessing: Preprocessing) -> list[Any]:
