@@ -340,6 +340,22 @@ def test_images_never_change_their_split_on_resuming(run, tmp_path):
     assert split.read_bytes() == before
 
 
+def test_images_in_another_folder_keep_their_splits(run, tmp_path):
+    write_photos(tmp_path / "photos", range(20))
+    assert run(*PHOTOS, "TRAIN.EPOCHS=1").code == 0
+    (tmp_path / "photos").rename(tmp_path / "moved")
+    options = (*PHOTOS, f"{DATASET}.ROOT=moved")
+    outcome = run(*options)
+    assert outcome.code == 0, outcome.err
+    assert "split.csv" not in outcome.out, "no file is counted as gone or new"
+    (tmp_path / "moved").rename(tmp_path / "again")
+    write_photos(tmp_path / "again", range(20, 40))
+    options = (*PHOTOS, f"{DATASET}.ROOT=again", "TRAIN.EPOCHS=3")
+    refused = run(*options)
+    assert refused.code == 2, "the held-out part would be another one"
+    assert f"{DATASET}: " in refused.err
+
+
 class Growing(Clusters):
     """Clusters whose number no key of the configuration gives."""
 

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
-from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import MAX_PIXELS, DataConfig
 from linnaeus.data.packed import opened, unpacked
@@ -135,7 +134,14 @@ def find_damage(path: str | Path, channels: int, decoding: Decoding) -> str | No
 def to_tensor(
     image: Image.Image, channels: int, decoding: Decoding, min_size: MinSize | None = None
 ) -> Tensor:
-    """A Pillow image, upright and converted, as uint8 tensor [channels, height, width].
+    """Return what `upright` returns as a uint8 tensor [channels, height, width]."""
+    return pixels_of(upright(image, channels, decoding, min_size))
+
+
+def upright(
+    image: Image.Image, channels: int, decoding: Decoding, min_size: MinSize | None = None
+) -> Image.Image:
+    """A Pillow image, loaded, upright, and with these channels of 8 bits.
 
     With `decoding.fast` and `min_size`, a JPEG file that is not loaded yet is decoded at a smaller scale.
     """
@@ -159,8 +165,16 @@ def to_tensor(
         raise DataError(
             f"it has {len(image.getbands())} channels, but DATA.DATASET.CHANNELS is {channels}"
         )
-    tensor: Tensor = functional.pil_to_tensor(image)
-    return tensor
+    return image
+
+
+def pixels_of(image: Image.Image) -> Tensor:
+    """Return the pixels [channels, height, width] of a Pillow image as it is.
+
+    `pil_to_tensor` of torchvision takes twice as long for a small image.
+    """
+    values = torch.from_numpy(np.array(image))
+    return values.unsqueeze(0) if values.ndim == 2 else values.permute(2, 0, 1)
 
 
 def file_range(
@@ -294,8 +308,7 @@ def array_to_tensor(values: Array, channels: int, decoding: Decoding) -> Tensor:
     if len(planes) == channels:
         return torch.from_numpy(np.array(planes, order="C"))
     picture = Image.merge(_MODES[len(planes)], [Image.fromarray(plane) for plane in planes])
-    tensor: Tensor = functional.pil_to_tensor(picture.convert(_MODES[channels]))
-    return tensor
+    return pixels_of(picture.convert(_MODES[channels]))
 
 
 def _converted(image: Image.Image, mode: str, decoding: Decoding) -> Image.Image:

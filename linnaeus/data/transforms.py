@@ -1,10 +1,11 @@
-"""Augmentation and resizing, as torchvision v2 pipelines over uint8 tensors [C, H, W], and normalisation."""
+"""Augmentation and resizing of uint8 tensors [C, H, W], and normalisation."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import operator
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from timm.data import create_transform
+from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
@@ -22,11 +24,11 @@ from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.instantiate import call_target, place_of
 from linnaeus.config.schema import AugmentConfig
 from linnaeus.data.batch import describe
-from linnaeus.data.image import DEFAULT_DECODING, Decoding
+from linnaeus.data.image import DEFAULT_DECODING, Decoding, pixels_of
 from linnaeus.runtime.errors import ConfigError, DataError, first_line
 
-Transform = Callable[[Tensor], Tensor]
-"""uint8 [C, H, W] of any size to uint8 [C, height, width]."""
+Transform = Callable[[Tensor | Image.Image], Tensor]
+"""uint8 [C, H, W] of any size, or a Pillow image, to uint8 [C, height, width]."""
 
 _POLICIES: dict[str, Callable[[], Any]] = {
     "randaugment": v2.RandAugment,
@@ -35,9 +37,11 @@ _POLICIES: dict[str, Callable[[], Any]] = {
 
 _LUMINANCE = (0.299, 0.587, 0.114)
 """Parts of red, green and blue in grey (ITU-R BT.601), with which Pillow reads colour images as grey ones."""
+_MOST_PIXELS_IN_PILLOW = 128 * 128
+"""Up to this size, Pillow augments an image faster than torch does, whose calls take longer."""
 
 
-class ResizeCenterCrop(nn.Module):
+class ResizeCenterCrop:
     """Resize an image, then crop or pad it around its centre, with the arithmetic of timm.
 
     Args:
@@ -57,15 +61,21 @@ class ResizeCenterCrop(nn.Module):
         interpolation: str = "bilinear",
         fill: Sequence[float] = (),
     ) -> None:
-        super().__init__()
         self.size = size
         self.fraction = fraction
         self.mode = mode
         self.interpolation = v2.InterpolationMode(interpolation)
         self.fill = fill
 
-    def forward(self, image: Tensor) -> Tensor:
-        """[C, any, any] to [C, height, width]."""
+    def __call__(self, image: Tensor | Image.Image) -> Tensor | Image.Image:
+        """[C, any, any] to [C, height, width], or a Pillow image to one of this size."""
+        if isinstance(image, Tensor):
+            return self._of_tensor(image)
+        if self._resized(image.height, image.width) != [*self.size]:
+            return self._of_tensor(pixels_of(image))
+        return image.resize(self.size[::-1], Image.Resampling[self.interpolation.name])
+
+    def _of_tensor(self, image: Tensor) -> Tensor:
         source, resized = image.shape[-2:], self._resized(*image.shape[-2:])
         rows, columns = (min(sides) for sides in zip(resized, self.size, strict=True))
         top, left = round((resized[0] - rows) / 2), round((resized[1] - columns) / 2)
@@ -86,7 +96,7 @@ class ResizeCenterCrop(nn.Module):
                     )
                     for plane in planes
                 ]
-            image = torch.cat([functional.pil_to_tensor(plane) for plane in planes])
+            image = torch.cat([pixels_of(plane) for plane in planes])
         else:
             for size in [[resized[0], source[1]], resized] if rows_first else [resized]:
                 image = functional.resize_image(image, size, self.interpolation, antialias=True)
@@ -129,48 +139,126 @@ class Normalise(nn.Module):
         return result.sub_(self.mean.to(result.device)).div_(self.std.to(result.device))
 
 
-class Pipeline(nn.Sequential):
-    """Steps on pixels, uint8 or fractions in [0, 1], [C, any, any] to [C, height, width]."""
+class RandomCrop:
+    """Resize a random part of an image to a size, drawn as timm draws it.
+
+    torchvision's class takes three times as long for a small image.
+
+    Args:
+        size: height and width of the result, in pixels.
+        scale, ratio: ranges of the part's area, as a fraction of the image, and of its width to its height.
+        interpolation: `bilinear` or `bicubic`.
+    """
+
+    def __init__(
+        self,
+        size: tuple[int, int],
+        scale: Sequence[float],
+        ratio: Sequence[float],
+        interpolation: str,
+    ) -> None:
+        self.size = size
+        self.scale, self.ratio = scale, ratio
+        self.interpolation = v2.InterpolationMode(interpolation)
+
+    def draw(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """Top, left, height and width of the next part of an image."""
+        image = torch.empty(1, height, width, device="meta")
+        place = RandomResizedCropAndInterpolation.get_params(image, self.scale, self.ratio)
+        return place  # type: ignore[no-any-return]
+
+    def __call__(self, image: Tensor | Image.Image) -> Tensor | Image.Image:
+        """uint8 [C, any, any] to [C, height, width], or a Pillow image to one of this size."""
+        place = RandomResizedCropAndInterpolation.get_params(image, self.scale, self.ratio)
+        if isinstance(image, Image.Image):
+            top, left, height, width = place
+            image = image.crop((left, top, left + width, top + height))
+            return image.resize(self.size[::-1], Image.Resampling[self.interpolation.name])
+        part = functional.crop_image(image, *place)
+        resized: Tensor = functional.resize_image(part, self.size, self.interpolation)
+        return resized
+
+
+class RandomFlip:
+    """Flip an axis of an image with a probability; torchvision's class takes thrice as long."""
+
+    def __init__(self, probability: float, axis: int) -> None:
+        self.probability = probability
+        self.axis = axis
+
+    def __call__(self, image: Tensor | Image.Image) -> Tensor | Image.Image:
+        """[C, height, width] to the same shape, or a Pillow image to its mirror image."""
+        if float(torch.rand(1)) >= self.probability:
+            return image
+        if isinstance(image, Tensor):
+            return image.flip(self.axis)
+        return (ImageOps.mirror if self.axis == -1 else ImageOps.flip)(image)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Steps on pixels, uint8 or fractions in [0, 1], [C, any, any] to [C, height, width].
+
+    Small Pillow images of the right channels stay Pillow images while `steps` allow it, if `augments`.
+    """
+
+    steps: Sequence[Any]
+    augments: bool = False
+
+    def __call__(self, image: Tensor | Image.Image) -> Tensor:
+        """Apply all steps."""
+        if isinstance(image, Image.Image):
+            is_small = image.width * image.height <= _MOST_PIXELS_IN_PILLOW
+            image = image if self.augments and is_small else pixels_of(image)
+        for step in self.steps:
+            if isinstance(image, Image.Image) and not isinstance(step, _TAKES_PILLOW):
+                image = pixels_of(image)
+            image = step(image)
+        return pixels_of(image) if isinstance(image, Image.Image) else image
 
     def min_size(self, height: int, width: int) -> tuple[float, float]:
         """Height and width at which an image is twice as large as the result of its resizing, or larger.
 
         For a random crop these follow from the crop that the next call takes.
         """
-        step: Any = self[0]
+        step = self.steps[0]
         rows, columns = (2.0 * side for side in step.size)
-        if not isinstance(step, v2.RandomResizedCrop):
+        if not isinstance(step, RandomCrop):
             return rows / step.fraction, columns / step.fraction
         if min(height / rows, width / columns) < 2:  # no scale is small enough, whatever the crop
             return height, width
-        state = torch.get_rng_state()
-        crop = step.make_params([torch.empty(1, height, width, device="meta")])
-        torch.set_rng_state(state)
-        return rows * height / crop["height"], columns * width / crop["width"]
+        state = random.getstate()
+        _, _, crop_height, crop_width = step.draw(height, width)
+        random.setstate(state)
+        return rows * height / crop_height, columns * width / crop_width
 
 
-class ThroughPillow(nn.Module):
+class ThroughPillow:
     """Applies a transform to a tensor as to a Pillow image.
 
     torchvision's automatic policies are faster on Pillow images than on tensors, conversions included.
     """
 
     def __init__(self, transform: Callable[[Image.Image], Image.Image]) -> None:
-        super().__init__()
         self.transform = transform
 
-    def forward(self, image: Tensor) -> Tensor:
-        """uint8 [C, height, width] to the same, for 1 or 3 channels."""
+    def __call__(self, image: Tensor | Image.Image) -> Tensor | Image.Image:
+        """uint8 [C, height, width] to the same, for 1 or 3 channels, or a Pillow image to another."""
         # Plane by plane: that is faster than interleaving the channels as `to_pil_image` does.
-        planes = [Image.fromarray(plane.numpy()) for plane in image]
-        pillow = planes[0] if len(planes) == 1 else Image.merge("RGB", planes)
+        if isinstance(image, Image.Image):
+            pillow = image
+        else:
+            planes = [*map(Image.fromarray, image.numpy())]
+            pillow = planes[0] if len(planes) == 1 else Image.merge("RGB", planes)
         with suppress(ValueError):  # timm 1.0 asks Pillow 13 for colors of 0 bits
             pillow = self.transform(pillow)
-        tensor: Tensor = functional.pil_to_tensor(pillow)
-        return tensor.contiguous()
+        return pillow if isinstance(image, Image.Image) else pixels_of(pillow).contiguous()
 
 
-class UserTransform(nn.Module):
+_TAKES_PILLOW = (ResizeCenterCrop, RandomCrop, RandomFlip, ThroughPillow)
+
+
+class UserTransform:
     """A transform of DATA.AUGMENT.TRAIN.
 
     A module or a function gets the tensor. A callable with arbitrary keyword arguments, as in albumentations,
@@ -183,13 +271,12 @@ class UserTransform(nn.Module):
     """
 
     def __init__(self, transform: Callable[..., Any], name: str) -> None:
-        super().__init__()
         self.transform = transform
         self.name = name
         kinds = () if isinstance(transform, nn.Module) else _parameter_kinds(transform)
         self.takes_array = inspect.Parameter.VAR_KEYWORD in kinds
 
-    def forward(self, image: Tensor) -> Tensor:
+    def __call__(self, image: Tensor) -> Tensor:
         """Pixels [C, height, width] to the same shape and type; raises `DataError` for anything else."""
         try:
             if hasattr(self.transform, "set_random_seed"):
@@ -241,10 +328,9 @@ class Preprocessing:
 
     def transform(self) -> Pipeline:
         """Resizes and crops an image for validation and prediction."""
+        size, fraction = self.size, self.crop_fraction
         return Pipeline(
-            ResizeCenterCrop(
-                self.size, self.crop_fraction, self.resize, self.interpolation, self.mean
-            )
+            [ResizeCenterCrop(size, fraction, self.resize, self.interpolation, self.mean)]
         )
 
     def normalise(self) -> Normalise:
@@ -315,7 +401,7 @@ def build_transforms(
     preprocessing = Preprocessing(
         channels, size, fraction, mean, std, interpolation, mode, decoding
     )
-    return Pipeline(*_augmentation(augment, preprocessing)), preprocessing
+    return Pipeline(_augmentation(augment, preprocessing), augments=True), preprocessing
 
 
 def _augmentation(augment: AugmentConfig, preprocessing: Preprocessing) -> list[Any]:
@@ -325,18 +411,12 @@ def _augmentation(augment: AugmentConfig, preprocessing: Preprocessing) -> list[
     steps: list[Any] = [
         ResizeCenterCrop(size, 1.0, preprocessing.resize, interpolation, preprocessing.mean)
         if low >= 1.0
-        else v2.RandomResizedCrop(
-            size,
-            (low, high),
-            augment.CROP_RATIO,
-            interpolation=v2.InterpolationMode(interpolation),
-            antialias=True,
-        )
+        else RandomCrop(size, (low, high), augment.CROP_RATIO, interpolation)
     ]
     if augment.HFLIP:
-        steps.append(v2.RandomHorizontalFlip(augment.HFLIP))
+        steps.append(RandomFlip(augment.HFLIP, -1))
     if augment.VFLIP:
-        steps.append(v2.RandomVerticalFlip(augment.VFLIP))
+        steps.append(RandomFlip(augment.VFLIP, -2))
     if augment.ROTATION:
         steps.append(v2.RandomRotation(augment.ROTATION, v2.InterpolationMode.BILINEAR))
     if augment.COLOR_JITTER or augment.HUE:

@@ -20,7 +20,7 @@ from linnaeus.config.instantiate import check_arguments, place_of, prepare
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch, describe
 from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs
-from linnaeus.data.image import DEFAULT_DECODING, Decoding, to_tensor
+from linnaeus.data.image import DEFAULT_DECODING, Decoding, upright
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy, require_classes
 from linnaeus.data.transforms import Preprocessing, Transform, build_transforms
 from linnaeus.runtime.errors import DataError, LinnaeusError
@@ -90,7 +90,7 @@ class UserDataset(Dataset[Any]):
         inputs, target = item
         if self.transform is not None and isinstance(inputs, Image):
             with _naming_errors(f"{self.name}: image of sample {index}"):
-                inputs = self.transform(to_tensor(inputs, self.channels, self.decoding))
+                inputs = self.transform(upright(inputs, self.channels, self.decoding))
         if type(target) is int and target in self._targets:  # the usual one, first
             return inputs, self._targets[target]
         if self.taxonomy is None:

@@ -243,13 +243,16 @@ def changed_samples(checkpoint: Checkpoint, data: DataBundle, run: Path) -> list
     before = checkpoint.entries.get("num_samples", now)
     if (split_file := run / SPLIT_FILE).is_file():
         paths, splits, _ = read_rows(split_file)
+        was = {*zip(paths, splits, strict=True)}
         held = {
             (file, split)
             for split, dataset in data.splits.items()
             for file in map(os.path.abspath, getattr(dataset, "files", ()))
         }
-        old, new = {*paths}, {*dict(held)}
-        if moved := old & {*dict(held - {*zip(paths, splits, strict=True)})}:
+        if {*dict(was)}.isdisjoint(dict(held)):  # the data may lie in another folder now
+            was, held = _below_common(was), _below_common(held)
+        old, new = {*dict(was)}, {*dict(held)}
+        if moved := old & {*dict(held - was)}:
             raise ConfigError(
                 f"DATA.DATASET: {len(moved)} of the images would change their split. Restore the data, or "
                 f"keep the splits with DATA.DATASET.NAME=manifest DATA.DATASET.TRAIN={split_file.resolve()}"
@@ -261,6 +264,13 @@ def changed_samples(checkpoint: Checkpoint, data: DataBundle, run: Path) -> list
     if not files and before == now:
         return []
     return [f"DATA.DATASET{files} ({before} training samples in the checkpoint, {now} now)"]
+
+
+def _below_common(files: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """The files with their splits, each relative to the deepest folder that holds all of them."""
+    files = list(files)
+    common = os.path.commonpath({os.path.dirname(file) for file, _ in files}) if files else ""  # noqa: PTH120
+    return {(os.path.relpath(file, common), split) for file, split in files}
 
 
 def resumed_progress(

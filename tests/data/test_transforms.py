@@ -12,6 +12,7 @@ import torch
 from packaging.version import Version
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, create_transform, resolve_data_config
+from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
@@ -46,8 +47,8 @@ def inputs_of(preprocessing, image):
 
 
 def results(pipeline, image=IMAGE, tries=20):
-    torch.manual_seed(0)
-    return [pipeline(image.clone()) for _ in range(tries)]
+    seed_generators(0)
+    return [pipeline(image) for _ in range(tries)]
 
 
 def num_different(pipeline, image=IMAGE):
@@ -276,6 +277,46 @@ def test_a_policy_that_nobody_knows_is_refused(policy, is_known):
         transform(POLICY="augmix-q3")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"HFLIP": 0.5, "VFLIP": 0.5},
+        {"HFLIP": 0.5, "POLICY": "rand-m9-inc1"},
+        {"ROTATION": 20.0, "POLICY": "randaugment"},
+        {"VFLIP": 0.5, "TRAIN": [{"_target_": f"{V2}.RandomInvert"}]},
+        {"RESIZE": "letterbox", "HFLIP": 0.5},
+    ],
+)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pillow_images_are_augmented_as_tensors_are(changes, channels):
+    size = (40, 60) if "RESIZE" not in changes else (60, 60)
+    pipeline, image = transform(size, channels=channels, **changes), IMAGE[:channels]
+    before = image.clone()
+    pillow = functional.to_pil_image(image)
+    found, expected = (results(pipeline, each) for each in (pillow, image))
+    assert all(map(torch.equal, found, expected))
+    assert not all(torch.equal(each, expected[0]) for each in expected)
+    assert torch.equal(functional.pil_to_tensor(pillow), before)
+
+
+def test_small_pillow_images_are_cropped_as_by_timm():
+    ours = transform((24, 32), CROP_SCALE=[0.2, 0.9], CROP_RATIO=[0.5, 2.0], HFLIP=0.5)
+    timms = RandomResizedCropAndInterpolation((24, 32), (0.2, 0.9), (0.5, 2.0), "bilinear")
+    mirrored = 0
+    for width in (90, 500):
+        image = photograph(width, 60)
+        for seed in range(8):
+            seed_generators(seed)
+            found = ours(image).int()
+            seed_generators(seed)
+            expected = functional.pil_to_tensor(timms(image)).int()
+            near = [int((found - each).abs().max()) for each in (expected, expected.flip(-1))]
+            assert min(near) <= (0 if width == 90 else 2)
+            assert max(near) > 2, "a negative control"
+            mirrored += near[1] < near[0]
+    assert 0 < mirrored < 16
+
+
 def test_the_image_that_comes_in_is_not_changed():
     before = IMAGE.clone()
     results(transform((40, 60), HFLIP=0.5, COLOR_JITTER=0.4))
@@ -433,14 +474,14 @@ def test_training_crops_with_the_interpolation_of_validation():
 @pytest.mark.parametrize("scale", [[0.08, 1.0], [0.3, 0.3]])
 def test_the_size_to_decode_follows_from_the_crop(scale):
     pipeline = transform((48, 32), CROP_SCALE=scale)
-    crop = pipeline[0]
+    crop = pipeline.steps[0]
     sizes = set()
     for seed in range(20):
-        torch.manual_seed(seed)
+        seed_generators(seed)
         height, width = pipeline.min_size(3000, 4000)
-        taken = crop.make_params([torch.empty(3, 3000, 4000, device="meta")])
-        assert taken["height"] * height / 3000 == pytest.approx(2 * 48)
-        assert taken["width"] * width / 4000 == pytest.approx(2 * 32)
+        _, _, rows, columns = crop.draw(3000, 4000)
+        assert rows * height / 3000 == pytest.approx(2 * 48)
+        assert columns * width / 4000 == pytest.approx(2 * 32)
         sizes.add((height, width))
     assert len(sizes) == 20
     assert pipeline.min_size(191, 4000) == (191, 4000), "no scale is small enough"
