@@ -426,7 +426,8 @@ def test_what_the_pages_name_is_there() -> None:
     for page in PAGES:
         text = page.read_text()
         files |= {
-            ROOT / name for name in re.findall(r"benchmarks/(?:results/)?\w+\.(?:py|txt)", text)
+            ROOT / name
+            for name in re.findall(r"benchmarks/(?:results/|research/)?\w+\.(?:py|txt)", text)
         }
         links = re.findall(r"\]\(([^)#:]+\.(?:md|png|svg|html))(?:#[\w-]+)?\)", text)
         files |= {page.parent / target for target in links}

@@ -453,7 +453,7 @@ def test_a_fixed_cost_that_is_known_saves_trials():
 
 @pytest.fixture(scope="module")
 def benchmark():
-    path = Path(__file__).parents[2] / "benchmarks" / "search_replay.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "research" / "search_replay.py"
     spec = importlib.util.spec_from_file_location("search_replay", path)
     assert spec
     assert spec.loader

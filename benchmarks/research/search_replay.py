@@ -1,6 +1,6 @@
 """Replay every search strategy on measured memory curves; print how many trials it takes and what it finds.
 
-    python benchmarks/search_replay.py [--curves FILE] [--seeds N]
+    python benchmarks/research/search_replay.py [--curves FILE] [--seeds N]
 
 A curve is the peak memory of one model's training step at a few batch sizes (rows of
 `model,batch_size,memory_mib`; `benchmarks/data/README.md` names the source). Between the measured sizes the
@@ -31,7 +31,7 @@ from linnaeus.autobatch.search import (
     find_largest,
 )
 
-CURVES = Path(__file__).parent / "data" / "memory_curves.csv"
+CURVES = Path(__file__).parents[1] / "data" / "memory_curves.csv"
 CAPACITY_MIB = 40_000
 BUDGET_MIB = 0.8 * CAPACITY_MIB
 MAX_SIZE = 8192

@@ -1,11 +1,11 @@
 """What a search finds and promises, against training in a fresh process and against brute force.
 
-    python -m benchmarks.gpu_truth [--rows 30] [--seed 0] [--gib 24,80] [--fraction 0.8]
+    python -m benchmarks.research.gpu_truth [--rows 30] [--seed 0] [--gib 24,80] [--fraction 0.8]
         [--tolerance 0.01] [--ranks]
 
-Each row is a timm model with a number format, an optimizer and a feature, drawn by the seed. Without a card,
-it runs on phantom ones (`python -m tests.phantom python -m benchmarks.gpu_truth`): the allocator is torch's
-own, but neither cuDNN's choices nor speeds are real.
+Each row is a timm model with a number format, an optimizer and a feature, drawn by the seed. Without a
+GPU, it runs on phantom ones (`python -m tests.phantom python -m benchmarks.research.gpu_truth`): the
+allocator is torch's own, but neither cuDNN's choices nor speeds are real.
 
     found       size that the search finds within that fraction of the card
     trials, s   of that search
@@ -275,7 +275,12 @@ def row_of_ranks(case: Case, tolerance: float) -> dict[str, Any]:
             "--standalone",
             "--nproc_per_node=2",
         ]
-        command += ["-m", "benchmarks.gpu_truth", "--case", json.dumps(dataclasses.asdict(case))]
+        command += [
+            "-m",
+            "benchmarks.research.gpu_truth",
+            "--case",
+            json.dumps(dataclasses.asdict(case)),
+        ]
         command += [
             f"--fraction={FRACTION}",
             f"--tolerance={tolerance}",
@@ -349,7 +354,7 @@ def print_table(options: argparse.Namespace) -> None:
         and name not in ("PHANTOM_MACHINE", "PHANTOM_DIR")
     ]
     python = "python -m tests.phantom python" if is_on() else "python"
-    print("$", *settings, python, "-m benchmarks.gpu_truth", shlex.join(sys.argv[1:]))
+    print("$", *settings, python, "-m benchmarks.research.gpu_truth", shlex.join(sys.argv[1:]))
     card, gib = "phantom card", options.gib
     if not is_on():
         card = in_fork("card", torch.cuda.get_device_name)

@@ -1,6 +1,6 @@
 """Predict the peak memory of timm models from traces on `meta`, and compare with measured curves.
 
-    python benchmarks/prediction_accuracy.py --curves FILE [--models N] [--seed S] [--jobs J]
+    python benchmarks/research/prediction_accuracy.py --curves FILE [--models N] [--seed S] [--jobs J]
         [--part all|fit|held]
 
 FILE has rows of `model,batch_size,memory_mib`, as `benchmarks/data/memory_curves.csv`; that file's README
