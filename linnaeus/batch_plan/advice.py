@@ -38,7 +38,7 @@ def plan_advice(
     It is the only advice on batch sizes that a run gives: two would ask for opposite things.
 
     Args:
-        train, facts, splits: what the plan is made of.
+        train, facts, splits: inputs of the plan.
         optimizer: the name of the optimizer or of its class.
         learning_rate: the peak, after scaling.
         min_steps: optimizer steps of the epoch that has the fewest.

@@ -65,7 +65,7 @@ def planned_warmup(
 
 
 def configured_warmup(config: ScheduleConfig, steps_per_epoch: Sequence[int]) -> int:
-    """Optimizer steps of the configured warm-up, at most those of the run.
+    """Return the optimizer steps of the configured warm-up, at most all steps of the run.
 
     WARMUP_STEPS wins over WARMUP_FRACTION, and that over WARMUP_EPOCHS. `onecycle` always has one.
 

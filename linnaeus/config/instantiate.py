@@ -95,7 +95,7 @@ def _not_callable_from_files(key: Key, name: Any) -> str | None:
 
 
 def prepare(node: Mapping[str, Any], where: str) -> functools.partial[Any]:
-    """What a node names, with the node's arguments, ready to be called.
+    """Callable of a node, with the node's arguments.
 
     Lists and mappings in the node become plain ones, and nodes with a `_target_` in them are instantiated.
 
@@ -110,7 +110,7 @@ def prepare(node: Mapping[str, Any], where: str) -> functools.partial[Any]:
     from hydra.errors import InstantiationException  # here, because Hydra takes long to import
     from hydra.utils import instantiate
 
-    # Hydra resolves what it has resolved once more.
+    # Hydra resolves resolved values once more.
     content = escape(escape({"_convert_": "all", **node, "_partial_": True}))
     try:
         return instantiate({where: content})[where]  # type: ignore[no-any-return]
@@ -170,7 +170,7 @@ def check_arguments(call: functools.partial[Any], where: str, more: Mapping[str,
     """Refuse a call that lacks an argument, or has one that the callable does not take.
 
     Args:
-        call: what `prepare` gives.
+        call: result of `prepare`.
         where: the node's key, for messages.
         more: further keyword arguments of the call.
 
@@ -197,7 +197,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _hint(given: Mapping[str, Any], where: str, known: Mapping[str, inspect.Parameter]) -> str:
-    """What a misspelled argument most likely means, or how to leave out keys of the built-in node."""
+    """Suggest the closest argument, or how to leave out keys of the built-in node."""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return ""
     unknown = [name for name in given if name not in known]

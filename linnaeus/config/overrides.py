@@ -21,7 +21,7 @@ from linnaeus.config.keys import KEYS, NODES, Path, is_open, strip_optional
 
 SOURCES = {name: name for name in ("--cfg", "--config-dir", "--config-name")}
 SOURCES |= {"-cd": "--config-dir", "-cn": "--config-name"}
-"""The options that name what is read, with their long names."""
+"""Options that name files to read, with their long names."""
 OPTIONS = ("--print-config", *SOURCES, "--opts")
 """Every option of the configuration; a command has others beside them."""
 expanded = os.path.expanduser  # that of Path fails for an unknown user
@@ -143,7 +143,7 @@ class CommandLine:
     """A parsed command line; all lists are in the order typed.
 
     Attributes:
-        groups: what is chosen in each group.
+        groups: the choice in each group.
         sources: `--cfg`, `--config-dir` and `--config-name` with their values.
         print_config: `--print-config` was given.
         stray: tokens that cannot be parsed: the name of a command in a wrong place, for one.

@@ -49,7 +49,7 @@ def key(
         doc: one sentence for the reference and for `--help`.
         unit: unit of the value, when it has one.
         choices: the allowed strings; in a list, of each element.
-        check: returns what is wrong with a value, or None.
+        check: returns the mistake in a value, or None.
         bounds: `ge`, `gt`, `le` or `lt`; in a list, of each element. `None` is not checked.
     """
     metadata = {"doc": doc, "unit": unit, "choices": choices, "bounds": bounds, "check": check}
