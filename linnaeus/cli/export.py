@@ -38,7 +38,7 @@ exit codes: 0 done, 1 it cannot be exported so, or gives other outputs, 2 option
 
 @dataclass
 class ExportOptions(RunOptions):
-    """What to export, and where to."""
+    """Options of `linnaeus export`."""
 
     format: str = choice("kind of file", FORMATS, "")
     output: Path | None = option(

@@ -73,7 +73,7 @@ logger = logging.getLogger("linnaeus.predict")
 
 @dataclass
 class PredictOptions(RunOptions):
-    """What to predict, with what, and where to; `images` are words for `walk`, `others` further runs."""
+    """Options of `linnaeus predict`; `images` are words for `walk`, `others` further runs."""
 
     images: list[str] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
@@ -270,7 +270,7 @@ def _writers(options: PredictOptions) -> Iterator[AbstractContextManager[Writer]
 
 
 def _list_unreadable(output: Path, images: Sequence[Unreadable]) -> None:
-    """Write FILE.skipped.csv, or remove that of an earlier call."""
+    """Write FILE.skipped.csv, or remove an earlier one."""
     table = output.with_name(f"{output.name}.skipped.csv")
     table.unlink(missing_ok=True)
     if not images:
@@ -402,7 +402,7 @@ class FeatureWriter(Writer):
         write_array_header_1_0(self.file, content)
 
     def end(self) -> None:
-        """Write what is held, and the number of rows."""
+        """Write the rows held so far, and their number."""
         if self._held:
             self._flush()
         if self._parquet is not None:

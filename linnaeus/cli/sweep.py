@@ -185,7 +185,7 @@ def _plans(
     combinations_with: dict[str, list[Combination]] = {}
     for combination in combinations:
         try:
-            # One folder for all, also where the name of the sweep follows what is swept.
+            # One folder for all, also where the name of the sweep follows a swept key.
             folder = plans[0][1].EXPERIMENT.OUTPUT_DIR if plans else None
             config = plan_run(combination, folder, references=references, compositions=compositions)
             plans.append((combination, config))
@@ -387,10 +387,10 @@ def _watch(
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker may use of this machine.
+    """Share of this machine for one worker.
 
     Attributes:
-        gpus: as in CUDA_VISIBLE_DEVICES; None leaves that as it is.
+        gpus: as in CUDA_VISIBLE_DEVICES; None leaves it unchanged.
         cores: numbers of CPU cores; empty for all that this process may use.
     """
 
@@ -547,7 +547,7 @@ def _watch_jobs(watch: Watch, options: SweepOptions, sweep: Sweep, received: lis
 
 
 def _dry_run(options: SweepOptions, sweep: Sweep, shares: Sequence[Share]) -> str:
-    """What would be started."""
+    """Describe the processes of a dry run."""
     if options.launch.launcher == "slurm":
         return _script(options, sweep)
     runs = [run.title for run in sweep.grid()]

@@ -36,7 +36,7 @@ FURTHER_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Setup:
-    """What there is to measure with: the status is told what is tried, the console shows the trials."""
+    """Shared objects of all measurements: the status line, and the console that shows the trials."""
 
     config: Config
     data: DataBundle
@@ -213,7 +213,7 @@ def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
 
 
 def sentence(environment: Mapping[str, Any]) -> str:
-    """What was run, and where, for people."""
+    """Describe the measured step and device, for people."""
     pixels = "×".join(map(str, environment["image_size"] or []))
     where = environment["device_name"]
     if "total_bytes" in environment:

@@ -124,7 +124,7 @@ def job_of(setup: Setup) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """What is known of one step without running it.
+    """Prediction of one step, without running it.
 
     Attributes:
         prediction: its peak at any batch size, without the base of a device.

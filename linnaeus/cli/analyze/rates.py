@@ -29,7 +29,7 @@ KEY = "OPTIMIZER.LR"
 FIRST, LAST, NUM_STEPS = 1e-6, 10.0, 100
 """The learning rates at the peak, and the steps from one to the other."""
 SMOOTHING, DIVERGED = 0.9, 4
-"""What a step keeps of the running mean; the smoothed loss, over its lowest, that ends the test."""
+"""Decay of the running mean; ratio of the smoothed loss to its lowest value that ends the test."""
 
 
 @dataclass

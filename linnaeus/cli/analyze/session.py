@@ -1,4 +1,4 @@
-"""One analysis, from a configuration to its files; also after Ctrl-C, with what there is."""
+"""One analysis, from a configuration to its files, which Ctrl-C leaves with partial results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an evaluation has found: files for programs, and tables for people."""
+"""Results of an evaluation: files for programs, and tables for people."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Evaluation:
     """All that an evaluation has found.
 
     Attributes:
-        about: what was evaluated, and how, by its name in the JSON file.
+        about: the evaluated data and settings, by their names in the JSON file.
         metrics: those that training logs.
         levels: the metrics of each level, coarse to fine.
         distance: of mistakes in the taxonomy; None without one.
@@ -43,7 +43,7 @@ class Evaluation:
 
     @property
     def data_title(self) -> str:
-        """What was evaluated, for people."""
+        """Describe the evaluated data, for people."""
         data = self.about["data"]
         return f"{counted(data['samples'], 'sample')} of {data['source']} ({data['part']})"
 

@@ -64,7 +64,7 @@ logger = logging.getLogger("linnaeus.evaluate")
 
 @dataclass(frozen=True)
 class Session:
-    """What all steps of an evaluation need; the console is rank 0's."""
+    """Shared objects of an evaluation; the console is rank 0's."""
 
     options: EvaluateOptions
     config: Config
@@ -75,7 +75,7 @@ class Session:
 
     @property
     def is_own_dataset(self) -> bool:
-        """Whether the dataset is that of the run."""
+        """Whether the dataset is the run's own."""
         return bool(self.config.DATA.DATASET == self.own.DATA.DATASET)
 
 
@@ -119,7 +119,7 @@ def _evaluate(session: Session) -> None:
     world, trained = session.world, session.trained
     data = _data(session)
     dataset, preprocessing = session.config.DATA.DATASET, data.bundle.preprocessing
-    about_data = {  # what tells this data, as the model sees it, from other data
+    about_data = {  # identifies this data, with its preprocessing
         "source": data.source,
         "part": data.part,
         "dataset": dict(dataset) if isinstance(dataset, Mapping) else dataclasses.asdict(dataset),
