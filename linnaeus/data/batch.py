@@ -19,7 +19,7 @@ from linnaeus.runtime.rng import derive_seed, seed_generators
 
 
 class Batch(NamedTuple):
-    """What one training or validation step consumes.
+    """Input of one training or validation step.
 
     Attributes:
         inputs: pixels, uint8 tensor [B, C, H, W], which the device normalises; where a user's dataset gives

@@ -132,7 +132,7 @@ def _measured(
     channels: int,
     decoding: Decoding,
 ) -> list[T]:
-    """What the function gives, other than None, for up to `MOST_IMAGES` intact files, evenly spread."""
+    """Results of the function, other than None, for up to `MOST_IMAGES` intact files, spread evenly."""
 
     def measure(file: str) -> T | None:
         with suppress(Exception):  # whatever a damaged file raises

@@ -121,7 +121,7 @@ class FoundFiles:
     Attributes:
         splits: the listing of each split that there is.
         level_names: names of the elements of a lineage, coarse to fine; None where the source gives none.
-        notes: sentences for the user about what is not read.
+        notes: sentences for the user about unread files.
         make_index: gives the classes of the training samples. Raises a `DataError` where these cannot be
             learned: a level with one class, or columns from fine to coarse.
     """
@@ -300,7 +300,7 @@ def make_split(
 
     Args:
         listing: the files, in the form of the index.
-        report: gets sentences on what is left out and on labels that are unknown.
+        report: gets sentences on omitted samples and unknown labels.
         remedy: ends the error for samples of classes that the index lacks; None leaves these samples out.
         needs_labels: refuse samples without any label of the finest level.
         reads_images: decode files to find damaged ones.
@@ -500,7 +500,7 @@ def report_repeated(train: Listing, held_out: Sequence[Listing], report: list[st
 
 
 def _hashes(listing: Listing) -> Places:
-    """A number of 64 bits for the path of each file; those of different files differ."""
+    """Return a number of 64 bits for the path of each file; different files have different numbers."""
     folder = os.fsencode(listing.root / "x")[:-1]
     whole = (path if path.startswith(b"/") else folder + path for path in listing.paths)
     return np.fromiter(map(hash, whole), np.int64, len(listing.paths))

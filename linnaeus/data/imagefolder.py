@@ -30,7 +30,7 @@ from linnaeus.runtime.run_folder import CLAIMS, RUN
 from linnaeus.runtime.words import counted, several
 
 _OF_RUNS = frozenset((RUN, CLAIMS, SWEEP, STUDY))
-"""What the folder of a run or a sweep holds as soon as the data are read."""
+"""Files in a run directory or sweep as soon as the data are read."""
 _INAT_FOLDER = re.compile(r"\d+_((?:[^_]+_){5})([^_]+)_(.+)")
 """A class folder of iNaturalist 2021: number, kingdom to family, genus, epithet."""
 
@@ -90,7 +90,7 @@ def read_folders(
 
 
 def _split_folders(dataset: DatasetConfig, notes: list[str]) -> dict[str, Path]:
-    """The folder of each split that there is; ROOT itself is that of training where there is none.
+    """Return the folder of each existing split; without one, ROOT is the training folder.
 
     A TRAIN that is named may be missing.
     """
@@ -141,7 +141,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 
 def _holds_runs(folder: Path) -> bool:
-    """Whether a folder is that of a run or a sweep, or all folders below are."""
+    """Whether a folder is a run directory or a sweep, or all folders below are."""
     _, folders, files = next(os.walk(folder), ("", [], []))
     below = [folder / name for name in folders if not is_ignored(name)]
     is_run = not _OF_RUNS.isdisjoint([*folders, *files])

@@ -56,7 +56,7 @@ _UNNAMED = re.compile(r"(unnamed: \d+)?", re.IGNORECASE)
 _LABEL_COLUMNS = frozenset(("label", "labels", "class", "target", "category", "y"))
 """Columns, case-folded, whose 0 and 1 are two classes."""
 _QUOTES = re.compile(r"""[][]|(?<=[\[ ])['"]|['"](?=[,\]])""")
-"""What stands around the names of a cell that is a Python list."""
+"""Characters around the names of a cell that is a Python list."""
 _SET_SEPARATORS = (";", "|", "/", "\t")
 _CHUNK = 100_000
 """Rows that are read at once."""
@@ -92,7 +92,7 @@ class Table:
 
     @property
     def others(self) -> list[str]:
-        """The columns beside those of images and groups."""
+        """Return the columns other than images and groups."""
         return [name for name in self.rows if name != self.group_column]
 
     def find(self, name: str) -> str | None:
@@ -277,7 +277,7 @@ def read_evaluated_tables(
         dataset: the DATA.DATASET node. As many LEVELS as the run has levels name their columns.
         find: finds the tables.
         taxonomy: the levels of the run.
-        is_run_dataset: whether the node is that of the run.
+        is_run_dataset: whether the node is the run's own.
     """
     notes: list[str] = []
     readers = find(dataset, notes)
@@ -399,7 +399,7 @@ def _check_levels(table: Table, columns: list[str]) -> None:
     """Refuse columns that are no levels: numbers, groups, several labels, unique values, or no nesting.
 
     Raises:
-        ConfigError: says what the columns look like.
+        ConfigError: describes the columns.
     """
     kinds, numbers = _distinct(table.rows[columns])
     rows, num_rows = kinds.replace("", None), np.bincount(numbers)

@@ -38,7 +38,7 @@ _ATTRIBUTE = re.compile(
 )
 """A word of a column's name that says group, attribute or identifier."""
 is_filler = re.compile("(image|img|photo|picture|sample)s?", re.IGNORECASE).fullmatch
-"""Whether a folder is called by what it holds in any data set."""
+"""Whether a folder has a generic name, such as `images`."""
 is_no_class = re.compile("unlabell?ed|extra|background|pred", re.IGNORECASE).match
 """Whether a folder beside `train` has images without labels by its name."""
 

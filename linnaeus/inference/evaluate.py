@@ -37,7 +37,7 @@ from linnaeus.training.step import TrainStep, ValidationStep
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an evaluation has found.
+    """Results of an evaluation.
 
     Attributes:
         metrics: those that training logs, computed as there; equal on all ranks.
@@ -105,7 +105,7 @@ def assemble_evaluation(
 
 
 def check_takes_size(trained: TrainedRun, preprocessing: Preprocessing) -> None:
-    """Check that the model takes images of another size than those of training.
+    """Check that the model takes images of another size than in training.
 
     Raises:
         ConfigError: it does not.

@@ -54,7 +54,7 @@ class EvaluationData:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What is to be evaluated, as a trained run sees it.
+    """Data to evaluate, as a trained run sees it.
 
     Attributes:
         config: the DATA node.

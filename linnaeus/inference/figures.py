@@ -25,7 +25,7 @@ HELD_ON_DEVICE = 8192
 
 
 class EvaluationMetrics:
-    """What is kept of each batch: the logged metrics, and 16 bytes on the host per sample and level.
+    """Results of each batch: the logged metrics, and 16 bytes on the host per sample and level.
 
     Args:
         taxonomy: levels and classes; None keeps the logged metrics only.

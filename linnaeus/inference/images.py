@@ -29,7 +29,7 @@ class Reader:
     is, and nothing else is taken.
 
     Args:
-        spec: says what the model takes.
+        spec: input of the model.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

@@ -1,4 +1,4 @@
-"""What a model says about an image: classes with probabilities, and the best path through the taxonomy."""
+"""Prediction for an image: classes with probabilities, and the best path through the taxonomy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trained model needs to be used elsewhere, beside its weights: part of each checkpoint."""
+"""Description of a trained model beside its weights: part of each checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_THE_DATA = ("num_classes", "in_chans", "img_size")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model without its weights: how to build it, what it takes and what its outputs mean.
+    """A model without its weights: architecture, inputs and meaning of its outputs.
 
     Attributes:
         node: the MODEL node as plain values, without the folder or the hub's name of a model.
@@ -83,7 +83,7 @@ class ModelSpec:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], file: Path) -> ModelSpec:
-        """What `as_dict` returned, from a file.
+        """Load the result of `as_dict` from a file.
 
         Raises:
             LookupError, TypeError, ValueError, DataError: it is something else.

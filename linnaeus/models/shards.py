@@ -37,7 +37,7 @@ _CLASSES = {
     "PosixPath",
     "WindowsPath",
 }
-"""What `.metadata` may hold beside plain values and dtypes; unpickling anything else could run code."""
+"""Classes that `.metadata` may hold beside plain values and dtypes; unpickling others could run code."""
 
 
 def named(state: Any, name: str = "") -> dict[str, Any]:

@@ -33,7 +33,7 @@ _AVERAGE = re.compile(r"(^|[._])(ema|swa|averaged?)([._]|$)")
 """Keys of an average of the weights, which is taken before the weights themselves."""
 
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Parts that torch's wrappers add to names, also to those of inner modules."""
+"""Parts that torch's wrappers add to names, also of inner modules."""
 
 _MAX_NESTING = 4
 """Levels of mappings in a file in which tensors are looked for."""
@@ -64,7 +64,7 @@ class SavedWeights:
 
 
 def read_weights(value: str, backbone_names: Collection[str]) -> SavedWeights:
-    """Read what `MODEL.WEIGHTS` names.
+    """Read the weights of `MODEL.WEIGHTS`.
 
     The tensors may stand in nested mappings, and their names may begin with any prefix. `backbone_names`
     are the names of the backbone's tensors, which tell both.
@@ -118,7 +118,7 @@ class _Candidate:
         key: where it stands in the file, with dots.
         tensors: by their names without `wrappers`.
         wrappers: the parts of torch's wrappers that names had.
-        prefix: what comes before the names of the backbone.
+        prefix: of the names of the backbone.
         num_matching: number of the backbone's names that it has; 0 where it is less than half of them.
         is_average: whether key or prefix say that the tensors are an average.
     """
@@ -280,7 +280,7 @@ def _read(path: Path) -> Any:
 
 
 def _load(path: Path) -> Any:
-    """What torch.save wrote. Its code does not run; timm's checkpoints hold a Namespace of plain values."""
+    """Load a file of torch.save without running code; timm's checkpoints hold a Namespace of plain values."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         # Mapped, where the format allows it: a rank that keeps a shard of each tensor reads one at a time.
         return torch.load(
