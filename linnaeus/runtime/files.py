@@ -30,7 +30,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def suggest_path(path: Path) -> str:
-    """`; did you mean X?` for what stands beside a missing path and is most like it; empty for nothing."""
+    """Return `; did you mean X?` for the most similar name beside a missing path; empty without one."""
     close = get_close_matches(path.name, [beside.name for beside in path.parent.glob("*")], 1)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 
@@ -170,7 +170,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def finite(value: object) -> float | None:
-    """A finite number as it is; None for anything else.
+    """Return a finite number unchanged; None for anything else.
 
     >>> finite(2), finite(float("nan")), finite("2"), finite(True), finite(10**400)
     (2, None, None, None, None)

@@ -25,7 +25,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.,=+\[\]-]+")
 LOG_RATIO = 100.0
 """An interval whose ends differ by this factor is searched by its logarithm."""
 DIGITS = 6
-"""Significant digits of a value in an interval, as it is typed and named."""
+"""Significant digits of a value in an interval, as typed and named."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Combination:
 
     @property
     def title(self) -> str:
-        """The combination as it is typed on a command line."""
+        """Return the combination as typed on a command line."""
         return title_of(self.values)
 
     @property
@@ -85,7 +85,7 @@ class Axis:
         return self.choices or (self.text(self.low), self.text(self.high))
 
     def text(self, value: Any) -> str:
-        """A value as it is typed."""
+        """Return a value as typed."""
         if self.choices or self.is_whole:
             return str(value if self.choices else int(value))
         return f"{value:.{DIGITS}g}"
@@ -130,7 +130,7 @@ class Space:
 def read_space(argv: Sequence[str], *, is_search: bool = False) -> Space:
     """Read the lists of a command line, and the intervals of a search; problems are collected, not raised.
 
-    `load_config` finds those of tokens that are neither.
+    `load_config` finds mistakes of other tokens.
 
     >>> space = read_space(["DATA.BATCH_SIZE=32,64", "TRAIN.EPOCHS", "2", "OPTIMIZER.LR=range(1,3)"])
     >>> points = list(space.grid())
@@ -178,7 +178,7 @@ def effective(line: CommandLine) -> list[Override]:
 
 
 def token_of(override: Override) -> str:
-    """An override as it is typed."""
+    """Return an override as typed."""
     text = "" if override.text is None else f"={override.text}"
     return f"{'~' if override.delete else ''}{override.key}{text}"
 
