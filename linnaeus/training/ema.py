@@ -55,7 +55,7 @@ class Ema:
         return {"module": self.module.state_dict(), "num_updates": self.num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         self.module.load_state_dict(state["module"])
         self.num_updates = state["num_updates"]
 

@@ -112,7 +112,7 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
     """The file of a run's checkpoint; arguments as for `load_run`.
 
     Raises:
-        CheckpointError: there is none; the message says what there is.
+        CheckpointError: there is none; the message lists the existing ones.
     """
     if path.is_file():
         if str(checkpoint) not in ("best", str(path)):

@@ -20,7 +20,7 @@ from linnaeus.config.schema import ScheduleConfig
 from linnaeus.metrics import larger_is_better
 
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
-"""What torch's scheduler counts. The rest of its state is configuration, which a resumed run may change."""
+"""Counters of torch's scheduler. The rest of its state is configuration, which a resumed run may change."""
 
 
 def lr_factor(
@@ -167,7 +167,7 @@ class Schedule:
             self._plateau.step(value)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What `plateau` has seen, as plain values; None with the other schedules, which have no state."""
+        """Return the state of `plateau` as plain values; None for other schedules, which have no state."""
         if self._plateau is None:
             return None
         state = self._plateau.state_dict()

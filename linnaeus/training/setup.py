@@ -57,7 +57,7 @@ logger = logging.getLogger("linnaeus.run")
 
 
 def check_start(config: Config, world: World) -> dict[str, Any]:
-    """Check what needs neither folder nor data; return the callbacks of the user. Collective.
+    """Check settings that need neither folder nor data; return the callbacks of the user. Collective.
 
     Raises:
         LinnaeusError: ranks have different configurations, or one cannot be used.
@@ -156,7 +156,7 @@ def with_overfit_limit(config: Config, world: World) -> DataConfig:
 
 
 def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> Setup:
-    """Build data and model, restore the checkpoint, and log what the run starts with. Collective."""
+    """Build data and model, restore the checkpoint, and log the start of the run. Collective."""
     data_node, note = with_preprocessing(
         config.DATA, config.MODEL, None if checkpoint is None else checkpoint.config
     )

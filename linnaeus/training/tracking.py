@@ -99,7 +99,7 @@ class _WandbTracker(Tracker):
 
 
 class _TensorBoardTracker(Tracker):
-    """Event files. TensorBoard drops what the earlier ones have of the steps that a run repeats."""
+    """Event files. TensorBoard drops earlier records of the steps that a run repeats."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], num_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -113,7 +113,7 @@ class _TensorBoardTracker(Tracker):
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # a run that is killed has what its checkpoint has
+        self._writer.flush()  # a killed run has the records of its checkpoint
 
     def finish(self, exit_code: int) -> None:
         self._writer.close()
