@@ -46,7 +46,7 @@ from linnaeus.autobatch.predict.recorder import CONV_WORKSPACE, Event
 TABLES = Path(__file__).parents[1] / "data" / "truth"
 COVER = 1.15
 CONTEXT_MIB = 400
-"""Of a card that the allocator cannot have. It matters only where a run nearly fills the card."""
+"""Of a GPU that the allocator cannot have. It matters only where a run nearly fills the GPU."""
 
 MODELS = json.loads((TABLES / "models.json").read_text())
 """Library or family of a model, its name or task there, and options."""
@@ -100,7 +100,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured run of a job: at what batch size, on what card (0: not known), and what others predicted."""
+    """A measured run of a job: at what batch size, on what GPU (0: not known), and what others predicted."""
 
     job: Job
     batch_size: int

@@ -3,7 +3,7 @@
     PHANTOM_TOTAL_GIB=80 python -m tests.phantom python -m benchmarks.research.sharded_prediction \\
         [--worlds 2,4,8,64]
 
-The rank runs alone, in groups that communicate nothing, on a phantom card: torch's own FSDP2 and allocator.
+The rank runs alone, in groups that communicate nothing, on a phantom GPU: torch's own FSDP2 and allocator.
 AdamW, blocks and root sharded, parameters gathered in float32 or bf16. The buffers of NCCL are not there.
 """
 

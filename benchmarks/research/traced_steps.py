@@ -1,7 +1,7 @@
 """Which ordinary training steps a prediction can follow, and how exact it is for them.
 
     python -m benchmarks.research.traced_steps                                    trace each step
-    python -m tests.phantom python -m benchmarks.research.traced_steps --compare  and run it on a phantom card
+    python -m tests.phantom python -m benchmarks.research.traced_steps --compare  and run it on a phantom GPU
 
 Each step is one that people write: the loops of the public examples of torch, timm, transformers and TRL,
 built anew with small models. With `--compare`, three steps at `SIZE` samples run through torch's own CUDA
