@@ -47,7 +47,7 @@ class ExportOptions(RunOptions):
         Path,
     )
     outputs: str = choice(
-        "what ONNX and torch.export files give; default probabilities", OUTPUTS, "probabilities"
+        "outputs of ONNX and torch.export files; default probabilities", OUTPUTS, "probabilities"
     )
     opset: int | None = option(
         "version of ONNX's operators; default: the exporter's own", "N", read_count

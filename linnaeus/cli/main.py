@@ -38,7 +38,7 @@ COMMANDS = {
     "analyze": "memory, batch size and speed before a run",
     "sweep": "a run for each combination of values, compared",
     "work": "takes runs of a sweep, here or on another machine",
-    "compare": "runs side by side: what differs, metrics and learning curves",
+    "compare": "runs side by side: settings that differ, metrics and learning curves",
     "evaluate": "a trained run on labelled data: accuracy per level and class, calibration",
     "predict": "classes of images, by a trained run",
     "average": "the last checkpoints of a run, averaged to one",

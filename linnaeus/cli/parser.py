@@ -93,7 +93,7 @@ class Options:
         takes=_is_sbatch,
         launches=True,
     )
-    dry_run: bool = option("print what would be started, and start nothing", launches=True)
+    dry_run: bool = option("print the commands, and start nothing", launches=True)
 
 
 @dataclass

@@ -60,7 +60,7 @@ examples:
   find /data -name '*.jpg' | linnaeus predict runs/birds - --output birds.jsonl --device cuda
 
 exit codes: 0 done, 1 not one image was predicted (no file is written), or anything else, 2 option, 3 not even
-one image fits into memory, 130 Ctrl-C, 143 SIGTERM (what was predicted is kept in FILE.partial), 141 the
+one image fits into memory, 130 Ctrl-C, 143 SIGTERM (predictions so far are in FILE.partial), 141 the
 reader of standard output, such as head, has gone
 """
 NUM_NAMED = 20
@@ -281,7 +281,7 @@ def _list_unreadable(output: Path, images: Sequence[Unreadable]) -> None:
             csv.writer(file, lineterminator="\n").writerows(rows)
     except OSError as error:
         raise not_written(table, error) from error
-    logger.info("what is left out is listed in %s", table)
+    logger.info("omitted images are listed in %s", table)
 
 
 @dataclass
@@ -466,7 +466,7 @@ def _open(output: Path, kind: type[Writer]) -> Iterator[Writer]:
         if writer is not None and not writer.number:
             partial.unlink(missing_ok=True)
         elif writer is not None and partial.exists():
-            print(f"what was predicted so far is kept in {partial}", file=sys.stderr)
+            print(f"the predictions so far are in {partial}", file=sys.stderr)
 
 
 def printable(text: str) -> str:

@@ -409,10 +409,10 @@ def _config(
         for section in re.split(r"\n(?=[A-Z]+:\n)", read_text(path)):
             config |= _section(section)
     except FileNotFoundError:
-        return None, {}, f"there is no {path.name}; what differs is not known of it"
+        return None, {}, f"there is no {path.name}; its settings are unknown"
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        return None, {}, f"{path.name} cannot be read: {reason}; what differs is not known of it"
+        return None, {}, f"{path.name} cannot be read: {reason}; its settings are unknown"
     numbers = {name: finite(config.get(f"{PLAN}.{key}")) for key, name in _PLANNED.items()}
     config = {key: value for key, value in config.items() if key.partition(".")[0] != PLAN}
     return config, {name: number for name, number in numbers.items() if number is not None}, ""

@@ -457,7 +457,7 @@ def _shares(launch: LaunchOptions, plans: Sequence[Plan]) -> list[Share]:
     shares = divide(num_jobs, gpus, sorted(os.sched_getaffinity(0)) if num_jobs > 1 else [])
     if 0 < len(gpus) < num_jobs:
         logger.warning(
-            "--jobs: %d runs share %s; what one takes is not free for the others, so give AutoBatch a limit "
+            "--jobs: %d runs share %s; memory of one is not free for the others, so give AutoBatch a limit "
             "(DATA.AUTOBATCH.MEMORY_LIMIT_GB) or start fewer",
             num_jobs,
             counted(len(gpus), "GPU"),

@@ -195,7 +195,7 @@ def what_held_memory(assembly: Assembly, device: torch.device) -> str:
             is_cpu=device.type == "cpu",
         )
     except (MemoryError, RuntimeError, OSError, NotImplementedError) as error:
-        return f"What held the memory is not known ({type(error).__name__})"
+        return f"The contents of the memory are unknown ({type(error).__name__})"
 
 
 def memory_sentence(

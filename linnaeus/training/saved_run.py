@@ -53,7 +53,7 @@ def read_run(path: Path, checkpoint: str | Path = "best", *, trust_code: bool = 
             content = load_checkpoint(file)
         except CheckpointError as error:
             hint = (
-                "what can be loaded is the folder of a run, one of its checkpoints, or a file of `linnaeus "
+                "give a run directory, one of its checkpoints, or a file of `linnaeus "
                 "export --format safetensors`"
             )
             others = sorted(each.name for each in file.parent.glob("*.pt") if each != file)

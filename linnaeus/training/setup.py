@@ -51,7 +51,7 @@ from linnaeus.training.stop import StopAgreement
 from linnaeus.training.tracking import check_loggers
 from linnaeus.training.trainer import Trainer
 
-_RESUMED_WEIGHTS = "weights: those of this run's checkpoint, which replace any that MODEL names"
+_RESUMED_WEIGHTS = "weights: from this run's checkpoint, in place of MODEL's"
 
 logger = logging.getLogger("linnaeus.run")
 

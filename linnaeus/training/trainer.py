@@ -453,7 +453,7 @@ class Trainer:
         )  # AutoBatch measured this training without the other's cached blocks
         self.assembly.freezing.freeze(False)
         self.train_step.model = self.wrap(self.assembly.model)
-        logger.info("epoch %d: what was frozen trains from now on", self.progress.epoch + 1)
+        logger.info("epoch %d: frozen parameters train from now on", self.progress.epoch + 1)
 
     def _handle_step_error(self, error: Exception, stage: Stage) -> None:
         """After a step ran out of memory, go back to the last completed one and halve the micro-batches.

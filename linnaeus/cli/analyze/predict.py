@@ -149,7 +149,7 @@ def build_on_meta(setup: Setup) -> SizeSearch:
     config = setup.config
     check_sharding(config.DIST, config.TRAIN, setup.world)
     if config.TRAIN.COMPILE:
-        logger.info("TRAIN.COMPILE is left out: what is predicted is the step without it")
+        logger.info("TRAIN.COMPILE is ignored: the prediction is of the step without it")
     model = (
         config.MODEL
         if is_target(config.MODEL)

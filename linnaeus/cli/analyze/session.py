@@ -69,7 +69,7 @@ def run(options: AnalyzeOptions, config: Config) -> int:
             find(Setup(config, data, world, RankStatus(line.update), console), options, analysis)
         analysis.interrupted = False
     except KeyboardInterrupt:
-        logger.info("interrupted; what has been measured so far is written")
+        logger.info("interrupted; the measurements so far are written")
         return EXIT_INTERRUPTED
     finally:
         if analysis.rows:  # otherwise nothing has been measured
