@@ -20,7 +20,7 @@ WARMUP_MAX_EPOCHS = 5
 
 
 def scale_factor(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
-    """The factor of the learning rate or of the weight decay, for a `rule`.
+    """Return the factor of the learning rate or of the weight decay, for a `rule`.
 
     `linear`: k. A step of k times as many samples replaces k steps of SGD ("Accurate, Large Minibatch SGD",
     Goyal et al. 2017, section 2.1).

@@ -156,7 +156,7 @@ def _runs_in(folder: Path, aside: list[Path]) -> Iterator[Path]:
 
 
 def _is_aside(folder: Path) -> bool:
-    """Whether a run was moved aside: it is `NAME.1`, and by its configuration it was `NAME`."""
+    """Return whether a run was moved aside: it is `NAME.1`, and by its configuration it was `NAME`."""
     name, _, number = folder.name.rpartition(".")
     if not (name and number.isdecimal()):
         return False
@@ -166,7 +166,7 @@ def _is_aside(folder: Path) -> bool:
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """Names that tell runs apart: their paths below the folder that all have in common."""
+    """Return names that tell runs apart: their paths below the folder that all have in common."""
     paths = [folder.resolve() for folder in folders]
     common = os.path.commonpath([path.parent for path in paths])
     return [str(path.relative_to(common)) for path in paths]

@@ -146,7 +146,7 @@ def compose_files(
 
 
 def _sets_node(group: str) -> bool:
-    """Whether a group is named like a node; files of `experiment` set any node."""
+    """Return whether a group is named like a node; files of `experiment` set any node."""
     top = group.partition("@")[0].partition("/")[0]
     return (top.upper(),) in NODES and top != "experiment"
 

@@ -36,7 +36,7 @@ _USERS = (*_MODULES, ("DATA", "DATASET", TARGET))
 
 
 def is_target(node: Any) -> bool:
-    """Whether a node names the user's own class or function."""
+    """Return whether a node names the user's own class or function."""
     return isinstance(node, Mapping) and "_target_" in node
 
 
@@ -76,7 +76,7 @@ def check_targets(found: Mapping[Key, Any], file: Path, *, trust_code: bool) -> 
 
 
 def _not_callable_from_files(key: Key, name: Any) -> str | None:
-    """Why a file may not call this even with consent; None where it may."""
+    """Return why a file may not call this even with consent; None where it may."""
     wrong = (
         "which belongs to Python, Hydra or Linnaeus, and no file may call; train with a class or function "
         "of your own around it"
@@ -211,7 +211,7 @@ def _hint(given: Mapping[str, Any], where: str, known: Mapping[str, inspect.Para
 
 
 def place_of(error: BaseException | None) -> str:
-    """The last line that led to an error in a file that is neither Linnaeus' nor installed.
+    """Return the last line that led to an error in a file that is neither Linnaeus' nor installed.
 
     It reads ` (my_model.py, line 12, in forward)`; empty where there is none.
     """

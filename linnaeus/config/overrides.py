@@ -51,7 +51,7 @@ class Override:
         return tuple(self.key.split("."))
 
     def value(self) -> Any:
-        """The value by Hydra's grammar; of a key that takes text, a scalar is the text as typed.
+        """Return the value by Hydra's grammar; of a key that takes text, a scalar is the text as typed.
 
         Raises:
             ValueError: the text has several values, or is broken.
@@ -84,7 +84,7 @@ class SeveralValuesError(ValueError):
 
 
 def read_value(text: str) -> Any:
-    """The value of a text by Hydra's grammar; most text outside the grammar is taken as typed.
+    """Return the value of a text by Hydra's grammar; most text outside the grammar is taken as typed.
 
     >>> read_value("[1, a]"), read_value("~/birds (2021)")
     ([1, 'a'], '~/birds (2021)')
@@ -126,7 +126,7 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def typed_keys(overrides: Sequence[Override]) -> dict[Path, Any]:
-    """The keys that overrides set or delete, with their values.
+    """Return the keys that overrides set or delete, with their values.
 
     Values that cannot be read are left out, and `{}`, which changes nothing below a key.
     """
@@ -206,7 +206,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def _is_key(name: str) -> bool:
-    """Whether a word is meant as a key: upper case, or a path with a node's name in any case."""
+    """Return whether a word is meant as a key: upper case, or a path with a node's name in any case."""
     top = name.partition(".")[0]
     return top.isupper() or ("." in name and (top.upper(),) in NODES)
 

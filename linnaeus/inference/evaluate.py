@@ -55,7 +55,7 @@ class Outcome:
 def assemble_evaluation(
     trained: TrainedRun, loss_node: Any, config: TrainConfig
 ) -> tuple[Assembly, EvaluationMetrics]:
-    """The run's model with the validation step of training.
+    """Return the run's model with the validation step of training.
 
     Args:
         trained: the run; its loss's state, such as class weights, is restored.
@@ -178,7 +178,7 @@ def evaluate(
 def evaluated_preprocessing(
     trained: TrainedRun, changes: Mapping[str, Any]
 ) -> Preprocessing | None:
-    """The run's preprocessing, with other attributes.
+    """Return the run's preprocessing, with other attributes.
 
     Raises:
         ConfigError: the run's dataset gave tensors, so that there is none to change.

@@ -54,7 +54,7 @@ def walk(
 
 
 def problem_of(word: str) -> str | None:
-    """Why a word names no image, or None. It looks no further than the first image, and reads none."""
+    """Return why a word names no image, or None. It looks no further than the first image, and reads none."""
     is_pattern = glob.has_magic(word) and not os.path.lexists(word)
     if not is_pattern and word != STDIN and not os.path.lexists(word):
         if "://" in word:

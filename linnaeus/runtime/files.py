@@ -59,7 +59,7 @@ def suggest_run(path: Path) -> str:
 
 
 def checkpoint_file(run: Path, name: str) -> Path | None:
-    """The file of the checkpoint `best` or `last` in a run's folder; None where there is none.
+    """Return the file of the checkpoint `best` or `last` in a run's folder; None where there is none.
 
     A run that was killed while it saved may have its last checkpoint in `pending.pt` or `previous.pt`.
     """
@@ -70,7 +70,7 @@ def checkpoint_file(run: Path, name: str) -> Path | None:
 
 
 def temporary_name(path: Path) -> Path:
-    """The file beside `path` that `write_atomically` fills before it takes the place of `path`."""
+    """Return the file beside `path` that `write_atomically` fills before it takes the place of `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
@@ -129,7 +129,7 @@ def why_not_written(error: OSError, folder: Path, num_bytes: int | None = None) 
 
 
 def not_written(path: Path, error: OSError) -> LinnaeusError:
-    """The error for the user when a small file cannot be written."""
+    """Return the error for the user when a small file cannot be written."""
     return LinnaeusError(f"{path} cannot be written: {why_not_written(error, path.parent)}")
 
 
@@ -161,7 +161,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is no such file, or it is damaged."""
+    """Return the object in a file; None where there is no such file, or it is damaged."""
     try:
         content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):  # UnicodeDecodeError is a ValueError

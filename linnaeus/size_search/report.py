@@ -159,7 +159,7 @@ def _room_above(result: AutoBatchResult) -> str:
 
 
 def _proof(result: AutoBatchResult) -> str:
-    """Whether the largest size that fits is known, and if not, how much larger it may be."""
+    """Return whether the largest size that fits is known, and if not, how much larger it may be."""
     if result.certified:
         return "certified"
     if all(trial.size <= result.batch_size for trial in result.trials):

@@ -57,7 +57,7 @@ class Combination:
 
 
 def title_of(values: Mapping[str, str]) -> str:
-    """The values of a run as they are typed on a command line."""
+    """Return the values of a run as they are typed on a command line."""
     return " ".join(f"{key}={value}" for key, value in values.items())
 
 
@@ -81,7 +81,7 @@ class Axis:
     choices: tuple[str, ...] = ()
 
     def ends(self) -> tuple[str, ...]:
-        """The choices, or the ends of the interval, as typed."""
+        """Return the choices, or the ends of the interval, as typed."""
         return self.choices or (self.text(self.low), self.text(self.high))
 
     def text(self, value: Any) -> str:
@@ -107,7 +107,7 @@ class Space:
     _overrides: list[Override] = field(default_factory=list)
 
     def combination(self, texts: Mapping[str, str]) -> Combination:
-        """The point with these values, by key."""
+        """Return the point with these values, by key."""
         chosen = (replace(each, text=texts.get(each.key, each.text)) for each in self._overrides)
         sources = (token for source in self.line.sources for token in source)
         return Combination(dict(texts), (*sources, *map(token_of, chosen)))
@@ -184,7 +184,7 @@ def token_of(override: Override) -> str:
 
 
 def _axis(override: Override, *, is_search: bool) -> Axis | None:
-    """The values of a key; None for one without a value; `ValueError` where they cannot be read."""
+    """Return the values of a key; None for one without a value; `ValueError` where they cannot be read."""
     key, text = override.key, override.text
     if override.delete or text is None:
         return None
@@ -224,6 +224,6 @@ def _interval(key: str, text: str) -> Axis:
 
 
 def _type_of(key: str) -> Any:
-    """The type of a key's values; None for one that the schema does not know."""
+    """Return the type of a key's values; None for one that the schema does not know."""
     known = KEYS.get(tuple(key.split(".")))
     return None if known is None else strip_optional(known.hint)[0]

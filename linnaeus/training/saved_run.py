@@ -88,7 +88,7 @@ def read_run(path: Path, checkpoint: str | Path = "best", *, trust_code: bool = 
 
 
 def _read_export(file: Path) -> dict[str, Any]:
-    """The entries of a safetensors file that `export` has written."""
+    """Return the entries of a safetensors file that `export` has written."""
     try:
         content = read_export(file)
         if content is not None:
@@ -109,7 +109,7 @@ def _read_export(file: Path) -> dict[str, Any]:
 
 
 def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
-    """The file of a run's checkpoint; arguments as for `load_run`.
+    """Return the file of a run's checkpoint; arguments as for `load_run`.
 
     Raises:
         CheckpointError: there is none; the message lists the existing ones.

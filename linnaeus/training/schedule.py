@@ -26,7 +26,7 @@ _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_
 def lr_factor(
     config: ScheduleConfig, *, steps_per_epoch: Sequence[int], warmup_steps: int
 ) -> Callable[[float], float]:
-    """The learning rate as a fraction of its peak, for each position in the run.
+    """Return the learning rate as a fraction of its peak, for each position in the run.
 
     A position is a number of optimizer steps, counted from 0; a fraction lies between two steps.
 
@@ -84,7 +84,7 @@ def _cosine(start: float, end: float, progress: float) -> float:
 
 
 def _milestone_steps(config: ScheduleConfig, steps_per_epoch: Sequence[int]) -> list[int]:
-    """The optimizer steps before each drop of `step` and `multistep`."""
+    """Return the optimizer steps before each drop of `step` and `multistep`."""
     num_epochs = len(steps_per_epoch)
     epochs: Sequence[int] = ()
     if config.NAME == "step":

@@ -231,7 +231,7 @@ def _start_wandb(
 
 
 def _has_credentials() -> bool:
-    """Whether W&B finds an API key, without asking for one on the terminal."""
+    """Return whether W&B finds an API key, without asking for one on the terminal."""
     import wandb
 
     if "prompt" in inspect.signature(wandb.login).parameters:

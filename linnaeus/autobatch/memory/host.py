@@ -141,7 +141,7 @@ class CpuMemory(DeviceMemory):
                 _set_thresholds(*_IN_TRAINING)
 
     def _held(self, name: str, counted_bytes: int) -> int:
-        """The count, or `VmRSS` or `VmHWM` where that is larger by more than `_MARGIN`."""
+        """Return the count, or `VmRSS` or `VmHWM` where that is larger by more than `_MARGIN`."""
         grown_bytes = status_bytes(name) - self._resident_at_reset
         resident_bytes = self._held_at_reset + math.ceil(grown_bytes / _STEP_BYTES) * _STEP_BYTES
         return resident_bytes if resident_bytes > (1 + _MARGIN) * counted_bytes else counted_bytes
@@ -185,7 +185,7 @@ def available_host_bytes() -> int:
 
 
 def status_bytes(name: str) -> int:
-    """A line of `/proc/self/status`, in bytes."""
+    """Return a line of `/proc/self/status`, in bytes."""
     for line in (PROCESS / "status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -243,7 +243,7 @@ def _pools() -> list[MemoryPool]:
 def _read_pool(
     folder: Path, limit_file: str, usage_file: str, reclaimable: str
 ) -> MemoryPool | None:
-    """The pool of one cgroup; None where it has no limit or cannot be read."""
+    """Return the pool of one cgroup; None where it has no limit or cannot be read."""
     try:
         limit_bytes = int((folder / limit_file).read_text())  # "max" means no limit
         used_bytes = int((folder / usage_file).read_text())

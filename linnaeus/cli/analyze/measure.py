@@ -186,7 +186,7 @@ def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> bool:
 
 
 def environment_of(setup: Setup, search: SizeSearch) -> dict[str, Any]:
-    """The device, its memory or the limit, and the settings of a run."""
+    """Return the device, its memory or the limit, and the settings of a run."""
     limit_gb = search.config.AUTOBATCH.MEMORY_LIMIT_GB
     total_bytes = device_memory(search.world.device).total_bytes
     return {
@@ -197,7 +197,7 @@ def environment_of(setup: Setup, search: SizeSearch) -> dict[str, Any]:
 
 
 def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
-    """The settings that memory depends on."""
+    """Return the settings that memory depends on."""
     train, model = search.train, search.assembly.model
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     return {

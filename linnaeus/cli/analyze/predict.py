@@ -98,7 +98,7 @@ def _predict_variant(setup: Setup, name: str, options: AnalyzeOptions, analysis:
 
 
 def world_of(num: int) -> World:
-    """The ranks of a run on full nodes."""
+    """Return the ranks of a run on full nodes."""
     return World(META, world_size=num, local_world_size=min(num, GPUS_PER_NODE))
 
 
@@ -138,7 +138,7 @@ class PredictedStep:
 
 
 def build_on_meta(setup: Setup) -> SizeSearch:
-    """The model and the steps of a run, without data where the model can be built so.
+    """Return the model and the steps of a run, without data where the model can be built so.
 
     Weights are not loaded, nothing is compiled, and BatchNorm is not synchronised, which needs a GPU: none
     of that changes the memory that is predicted.

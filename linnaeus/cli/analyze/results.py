@@ -67,7 +67,7 @@ class Row:
         return " to ".join(map(str, bounds))
 
     def figures(self) -> dict[str, Any]:
-        """The entries that all files have."""
+        """Return the entries that all files have."""
         return {name: value for name, value in vars(self).items() if name != "trials"}
 
 
@@ -95,7 +95,7 @@ class Analysis:
         return list(dict.fromkeys(found.values()))
 
     def sorted_rows(self) -> list[Row]:
-        """The rows by mode, variant and device, each in the order asked for, and fraction."""
+        """Return the rows by mode, variant and device, each in the order asked for, and fraction."""
         places = list(dict.fromkeys((row.variant, row.device) for row in self.rows))
         return sorted(
             self.rows,

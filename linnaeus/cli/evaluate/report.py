@@ -61,7 +61,7 @@ class Evaluation:
         save_figures(path, content, classes)
 
     def level_row(self, level: LevelFigures | SetFigures) -> dict[str, Any]:
-        """The metrics of a level that are single numbers."""
+        """Return the metrics of a level that are single numbers."""
         found = level.classes
         row: dict[str, Any] = {
             "samples": level.num_samples,
@@ -152,7 +152,7 @@ class Evaluation:
 
 
 def class_rows(level: LevelFigures | SetFigures) -> list[dict[str, Any]]:
-    """One row for each class of a level."""
+    """Return one row for each class of a level."""
     found, names = level.classes, level.level.classes
     columns: dict[str, Any] = {
         "samples": found.num_samples,
@@ -173,7 +173,7 @@ def class_rows(level: LevelFigures | SetFigures) -> list[dict[str, Any]]:
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with None in place of numbers that are not finite, which JSON does not have."""
+    """Return the values with None in place of numbers that are not finite, which JSON does not have."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()

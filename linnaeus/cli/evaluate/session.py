@@ -174,7 +174,7 @@ def _evaluate(session: Session) -> None:
 
 
 def _files(session: Session, data: EvaluationData) -> list[str]:
-    """The image files, for `--samples`; `ConfigError` where there is none."""
+    """Return the image files, for `--samples`; `ConfigError` where there is none."""
     samples, taxonomy = data.bundle.val, session.trained.spec.taxonomy
     if session.options.samples is None:
         return []
@@ -184,7 +184,7 @@ def _files(session: Session, data: EvaluationData) -> list[str]:
 
 
 def _data(session: Session) -> EvaluationData:
-    """The samples to evaluate, preprocessed for the model."""
+    """Return the samples to evaluate, preprocessed for the model."""
     trained, world = session.trained, session.world
     config, own = session.config.DATA, session.own.DATA
     changes: dict[str, Any] = {
@@ -271,7 +271,7 @@ def _file(output: Path, ending: str) -> Path:
 
 
 def _logged(session: Session, data: EvaluationData) -> dict[str, float] | None:
-    """The metrics of training in the checkpoint; None where they are not of this data and state."""
+    """Return the metrics of training in the checkpoint; None where they are not of this data and state."""
     progress, own = session.trained.content["progress"], session.own
     is_whole = own.DATA.LIMIT_VAL_SAMPLES is None and own.TRAIN.OVERFIT_BATCHES is None
     is_comparable = session.is_own_dataset and not data.num_left_out and is_whole
@@ -281,7 +281,7 @@ def _logged(session: Session, data: EvaluationData) -> dict[str, float] | None:
 
 
 def _output(session: Session, data: EvaluationData, about_data: dict[str, Any]) -> Path:
-    """The beginning of the files' names.
+    """Return the beginning of the files' names.
 
     It is the name of the checkpoint. Where data or preprocessing are not the run's own, the name of the data
     and a number follow, which tells such evaluations apart.

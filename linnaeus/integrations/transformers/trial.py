@@ -154,7 +154,7 @@ class _Held(nn.ModuleList):
 
 
 def held_by(trainer: Any) -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
-    """The modules and optimizers among a trainer's attributes, also in containers there.
+    """Return the modules and optimizers among a trainer's attributes, also in containers there.
 
     Without its model and its optimizer. The modules are one list, so that ranks may hold different ones.
     """
