@@ -13,7 +13,7 @@ from linnaeus.runtime.errors import ConfigError, LinnaeusError
 
 
 def read_columns(ending: str, text: str) -> Path:
-    """Return a file with this ending or `.parquet`; `ValueError` for another, or without pyarrow."""
+    """A file with this ending or `.parquet`; `ValueError` for another, or without pyarrow."""
     path = read_path((ending, ".parquet"), text)
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
         raise ValueError(f"a .parquet file needs pyarrow: pip install pyarrow, or write {ending}")

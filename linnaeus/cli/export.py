@@ -38,7 +38,7 @@ exit codes: 0 done, 1 it cannot be exported so, or gives other outputs, 2 option
 
 @dataclass
 class ExportOptions(RunOptions):
-    """Options of `linnaeus export`."""
+    """What to export, and where to."""
 
     format: str = choice("kind of file", FORMATS, "")
     output: Path | None = option(
@@ -47,7 +47,7 @@ class ExportOptions(RunOptions):
         Path,
     )
     outputs: str = choice(
-        "outputs of ONNX and torch.export files; default probabilities", OUTPUTS, "probabilities"
+        "what ONNX and torch.export files give; default probabilities", OUTPUTS, "probabilities"
     )
     opset: int | None = option(
         "version of ONNX's operators; default: the exporter's own", "N", read_count

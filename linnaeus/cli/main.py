@@ -38,13 +38,13 @@ COMMANDS = {
     "analyze": "memory, batch size and speed before a run",
     "sweep": "a run for each combination of values, compared",
     "work": "takes runs of a sweep, here or on another machine",
-    "compare": "runs side by side: settings that differ, metrics and learning curves",
+    "compare": "runs side by side: what differs, metrics and learning curves",
     "evaluate": "a trained run on labelled data: accuracy per level and class, calibration",
     "predict": "classes of images, by a trained run",
     "average": "the last checkpoints of a run, averaged to one",
     "export": "a trained run as a safetensors, ONNX or torch.export file",
 }
-"""Commands with their descriptions."""
+"""The commands, each with what it does."""
 NOT_WITH_TORCHRUN = (
     "check-data",
     "analyze",
@@ -55,17 +55,17 @@ NOT_WITH_TORCHRUN = (
     "average",
     "export",
 )
-"""Commands of one process; sweeps and workers start the processes of their runs."""
+"""Commands of one process; sweeps and workers start those of their runs."""
 MULTIRUN = ("-m", "--multirun")
 """Hydra's names for a sweep."""
 GONE = {"plan": "is gone; give `linnaeus analyze --variants bf16,compile`"}
-"""Commands of earlier versions, and their replacements."""
+"""Commands of earlier versions, and what to do instead."""
 LEAVE_AFTER_S = 3.0
-"""Time that other ranks wait before they exit, so that rank 0 can report the error."""
+"""How long other ranks wait before they leave, so that rank 0 can say what is wrong."""
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of the process.
+    """Run what the command line asks for, by default that of the process.
 
     Returns:
         The exit code: 0 done, 2 configuration or option, 3 no batch size fits, or training ran out of
@@ -147,7 +147,7 @@ def console(*command: str) -> int:
 
     Prints help without arguments and adds the current directory to `sys.path`.
     """
-    if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what may stand at the cursor
         word = [*os.environ.get("COMP_LINE", "").split(), "", ""][1]
         part_of(word if word in COMMANDS else "train", "PARSER").complete(COMMANDS)
     if not sys.flags.safe_path:  # PYTHONSAFEPATH

@@ -36,14 +36,14 @@ def option(
 
     Args:
         text: its help.
-        metavar: placeholder of its value; None for an option without a value, which is then a bool.
-        read: the value from its text; raises `ValueError` with the mistake.
+        metavar: what its value looks like; None for an option without a value, which is then a bool.
+        read: the value from its text; raises `ValueError` with what is wrong.
         default: a value, or a function that makes one.
         key: the configuration key that the option sets; it fills no attribute then.
         takes: whether a word is one of several values; `read` then gets the list of all.
         launches: fills an attribute of `LaunchOptions`.
         short: another name.
-        choices: completions, where `metavar` is no `a|b`.
+        choices: what completion offers, where `metavar` is no `a|b`.
         needs: the option without which it means nothing.
         not_with: options with which it means nothing, each with the reason.
     """
@@ -93,7 +93,7 @@ class Options:
         takes=_is_sbatch,
         launches=True,
     )
-    dry_run: bool = option("print the commands, and start nothing", launches=True)
+    dry_run: bool = option("print what would be started, and start nothing", launches=True)
 
 
 @dataclass
@@ -121,10 +121,10 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
 
     Args:
         options: the class with the options; of `RunOptions`, the first word is a run.
-        details: the end of the help: notes, examples, exit codes.
+        details: the end of the help: what else to know, examples, exit codes.
         print_config: help of `--print-config`; without it, keys of the configuration cannot be set.
-        words: the usage beside the options; None derives it from the above.
-        gone: options of earlier versions, and their replacements.
+        words: what stands beside the options, for the usage; None derives it from the above.
+        gone: options of earlier versions, and what to do instead.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
         return []
 
     def _unknown(self, token: str, following: str) -> tuple[str, bool]:
-        """Describe an unknown option, and whether it is meant as a setting."""
+        """What is wrong with an unknown option, and whether it is meant as a setting."""
         name, _, value = token.partition("=")
         if name in self.gone:
             return f"{name}: {self.gone[name]}", True
@@ -311,7 +311,7 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
         return [f"RUN: {path} is not a run directory (no {CHECKPOINTS}/){suggest_run(path)}"]
 
     def complete(self, commands: Iterable[str]) -> None:
-        """Print completions for the shell, and end the process.
+        """Answer the shell, which asks what may stand at the cursor, and end the process.
 
         Commands, options, their choices, keys, presets, choices of keys and files are offered.
         """
@@ -449,7 +449,7 @@ def read_count(text: str) -> int:
 
 
 def read_number(what: str, text: str, most: float = math.inf) -> float:
-    """Return a positive number of at most `most`; `ValueError`, which names `what`, for others."""
+    """A positive number of at most `most`, which messages call `what`; `ValueError` for others."""
     try:
         value = float(text)
     except ValueError:

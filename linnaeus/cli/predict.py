@@ -60,7 +60,7 @@ examples:
   find /data -name '*.jpg' | linnaeus predict runs/birds - --output birds.jsonl --device cuda
 
 exit codes: 0 done, 1 not one image was predicted (no file is written), or anything else, 2 option, 3 not even
-one image fits into memory, 130 Ctrl-C, 143 SIGTERM (predictions so far are in FILE.partial), 141 the
+one image fits into memory, 130 Ctrl-C, 143 SIGTERM (what was predicted is kept in FILE.partial), 141 the
 reader of standard output, such as head, has gone
 """
 NUM_NAMED = 20
@@ -73,7 +73,7 @@ logger = logging.getLogger("linnaeus.predict")
 
 @dataclass
 class PredictOptions(RunOptions):
-    """Options of `linnaeus predict`; `images` are words for `walk`, `others` further runs."""
+    """What to predict, with what, and where to; `images` are words for `walk`, `others` further runs."""
 
     images: list[str] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
@@ -270,7 +270,7 @@ def _writers(options: PredictOptions) -> Iterator[AbstractContextManager[Writer]
 
 
 def _list_unreadable(output: Path, images: Sequence[Unreadable]) -> None:
-    """Write FILE.skipped.csv, or remove an earlier one."""
+    """Write FILE.skipped.csv, or remove that of an earlier call."""
     table = output.with_name(f"{output.name}.skipped.csv")
     table.unlink(missing_ok=True)
     if not images:
@@ -281,7 +281,7 @@ def _list_unreadable(output: Path, images: Sequence[Unreadable]) -> None:
             csv.writer(file, lineterminator="\n").writerows(rows)
     except OSError as error:
         raise not_written(table, error) from error
-    logger.info("omitted images are listed in %s", table)
+    logger.info("what is left out is listed in %s", table)
 
 
 @dataclass
@@ -402,7 +402,7 @@ class FeatureWriter(Writer):
         write_array_header_1_0(self.file, content)
 
     def end(self) -> None:
-        """Write the rows held so far, and their number."""
+        """Write what is held, and the number of rows."""
         if self._held:
             self._flush()
         if self._parquet is not None:
@@ -466,7 +466,7 @@ def _open(output: Path, kind: type[Writer]) -> Iterator[Writer]:
         if writer is not None and not writer.number:
             partial.unlink(missing_ok=True)
         elif writer is not None and partial.exists():
-            print(f"the predictions so far are in {partial}", file=sys.stderr)
+            print(f"what was predicted so far is kept in {partial}", file=sys.stderr)
 
 
 def printable(text: str) -> str:

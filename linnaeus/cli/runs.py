@@ -38,7 +38,7 @@ _NOT_COMPARED = (
     "DATA.AUTOBATCH.START",
     "DATA.AUTOBATCH.START_VAL",
 )
-"""Keys for place and resumption of a run: no result depends on them, and a sweep sets them."""
+"""Where a run is and whether it may be resumed: no result depends on it, and a sweep sets it by itself."""
 _MOST_KEYS, _MOST_LETTERS = 8, 24
 """Differing keys that have a column on the screen, and letters of a value; a preset may change dozens."""
 _DEFAULTS = {dotted(path): key.default for path, key in KEYS.items()}
@@ -51,7 +51,7 @@ _PLANNED = {
     "WARMUP_STEPS": "warmup_steps",
     "TOTAL_STEPS": "total_steps",
 }
-"""Entries of the plan in `config.yaml`, and their names in `result.json`."""
+"""Entries of the plan in `config.yaml`, and what `result.json` calls them."""
 
 
 @dataclass
@@ -64,9 +64,9 @@ class Row:
         config: its configuration by dotted key; None where that is not known.
         planned: numbers of its batch plan, and of `result.json` where it has ended well.
         history: validation metrics by epochs trained, ascending; None for a value that is not finite.
-        problems: files that cannot be read.
+        problems: what cannot be read.
         values: the text of each key in which the runs differ.
-        name: its heading in the table; empty where the values name it.
+        name: what the table calls it; empty where the values do.
     """
 
     folder: Path
@@ -85,7 +85,7 @@ class Row:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Return the validation metrics of the result, else of the last validation."""
+        """Its validation metrics: those of the result, else of the last validation."""
         names = dict.fromkeys(name for values in self.history.values() for name in values)
         last = self.history[max(self.history)] if self.history else {}
         return {
@@ -137,7 +137,7 @@ class Row:
 
 @dataclass
 class Comparison:
-    """Runs side by side, finished or not, in the order shown; the notes qualify the metrics."""
+    """Runs side by side, finished or not, in the order shown; the notes say what the metrics do not."""
 
     rows: list[Row] = field(default_factory=list)
     wanted_metric: str | None = None
@@ -167,7 +167,7 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """Unreadable files of the runs."""
+        """What cannot be read of the runs."""
         return [f"{row.title}: {problem}" for row in self.rows for problem in row.problems]
 
     @property
@@ -177,7 +177,7 @@ class Comparison:
         return [row.figures(metrics) for row in self.rows]
 
     def lines(self) -> list[tuple[str, list[Row]]]:
-        """Groups of runs that differ in the seed alone, with labels; the best first."""
+        """Runs that differ in the seed alone, with what to call them; the best first."""
         metric = self.metric
         groups: dict[object, list[Row]] = {}
         for row in self.rows:
@@ -238,7 +238,7 @@ class Comparison:
         save_figures(path, content, records)
 
     def table(self, title: str = "Runs") -> Table:
-        """Return a line per run: keys that differ, batch size, last and best metric, and time.
+        """Return a line per run: what differs, the batch size, the metric last and at its best, and the time.
 
         Of many keys the last ones are left out, and named below the table.
         """
@@ -269,7 +269,7 @@ class Comparison:
         return found
 
     def sentences(self) -> list[str]:
-        """Return notes: limits of the comparison, owners of runs, and causes of failures."""
+        """What limits the comparison, who runs what, and why runs have not ended well."""
         said = [f"note: {note}" for note in self.notes + self.problems]
         for row in self.rows:
             text = row.state.reason or ""
@@ -283,7 +283,7 @@ class Comparison:
 
 
 def compared(rows: Sequence[Row], names: Sequence[str], metric: str | None = None) -> Comparison:
-    """Put runs side by side, in their order, with their names and values; `metric` is from --metric."""
+    """Put runs side by side, in their order, with their names and values; `metric` is that of --metric."""
     keys = differing_keys([row.config for row in rows if row.config is not None])
     for row, name in zip(rows, names, strict=True):
         row.name, row.values = name, {key: _shown(row.config or {}, key) for key in keys}
@@ -316,7 +316,9 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     for key in [key for key in keys if key not in _NOT_COMPARED]:
         default = _DEFAULTS.get(key, "(absent)")
         values = [config.get(key, default) for config in configs]
-        if all(value is values[0] for value in values):  # mostly: runs share objects
+        if all(
+            value is values[0] for value in values
+        ):  # mostly: runs share what they have in common
             continue
         texts = {
             None if _is_searched(config, key) else _comparable(value)
@@ -349,7 +351,7 @@ def _follows(config: Mapping[str, Any], key: str) -> bool:
 
 
 def _shown(config: Mapping[str, Any], key: str) -> str:
-    """Return the value of a key as typed on a command line; empty if it is unknown.
+    """The value of a key as it is typed on a command line; empty where it is not known.
 
     A size that AutoBatch searches is the size found.
     """
@@ -409,10 +411,10 @@ def _config(
         for section in re.split(r"\n(?=[A-Z]+:\n)", read_text(path)):
             config |= _section(section)
     except FileNotFoundError:
-        return None, {}, f"there is no {path.name}; its settings are unknown"
+        return None, {}, f"there is no {path.name}; what differs is not known of it"
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        return None, {}, f"{path.name} cannot be read: {reason}; its settings are unknown"
+        return None, {}, f"{path.name} cannot be read: {reason}; what differs is not known of it"
     numbers = {name: finite(config.get(f"{PLAN}.{key}")) for key, name in _PLANNED.items()}
     config = {key: value for key, value in config.items() if key.partition(".")[0] != PLAN}
     return config, {name: number for name, number in numbers.items() if number is not None}, ""

@@ -185,7 +185,7 @@ def _plans(
     combinations_with: dict[str, list[Combination]] = {}
     for combination in combinations:
         try:
-            # One folder for all, also where the name of the sweep follows a swept key.
+            # One folder for all, also where the name of the sweep follows what is swept.
             folder = plans[0][1].EXPERIMENT.OUTPUT_DIR if plans else None
             config = plan_run(combination, folder, references=references, compositions=compositions)
             plans.append((combination, config))
@@ -387,10 +387,10 @@ def _watch(
 
 @dataclass(frozen=True)
 class Share:
-    """Share of this machine for one worker.
+    """What one worker may use of this machine.
 
     Attributes:
-        gpus: as in CUDA_VISIBLE_DEVICES; None leaves it unchanged.
+        gpus: as in CUDA_VISIBLE_DEVICES; None leaves that as it is.
         cores: numbers of CPU cores; empty for all that this process may use.
     """
 
@@ -457,7 +457,7 @@ def _shares(launch: LaunchOptions, plans: Sequence[Plan]) -> list[Share]:
     shares = divide(num_jobs, gpus, sorted(os.sched_getaffinity(0)) if num_jobs > 1 else [])
     if 0 < len(gpus) < num_jobs:
         logger.warning(
-            "--jobs: %d runs share %s; memory of one is not free for the others, so give AutoBatch a limit "
+            "--jobs: %d runs share %s; what one takes is not free for the others, so give AutoBatch a limit "
             "(DATA.AUTOBATCH.MEMORY_LIMIT_GB) or start fewer",
             num_jobs,
             counted(len(gpus), "GPU"),
@@ -547,7 +547,7 @@ def _watch_jobs(watch: Watch, options: SweepOptions, sweep: Sweep, received: lis
 
 
 def _dry_run(options: SweepOptions, sweep: Sweep, shares: Sequence[Share]) -> str:
-    """Describe the processes of a dry run."""
+    """What would be started."""
     if options.launch.launcher == "slurm":
         return _script(options, sweep)
     runs = [run.title for run in sweep.grid()]

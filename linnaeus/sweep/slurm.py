@@ -1,4 +1,4 @@
-"""Jobs of SLURM: the script, its submission, and its work: a worker of a sweep, or one command.
+"""Jobs of SLURM: the script, its submission, and what it does: a worker of a sweep, or one command.
 
 `python -m linnaeus.sweep.slurm [--run FOLDER] COMMAND...` is the process of a job, on its first node.
 """
@@ -40,7 +40,7 @@ REFUSED = {
     "array": "a sweep makes the array; --jobs N is the number of workers",
     **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-gpu", "gpus"), _ONE_TASK),
 }
-"""Options of sbatch that Linnaeus sets, each with its replacement."""
+"""Options of sbatch that Linnaeus sets, each with what to give in their place."""
 TIME_IS_OVER = "its time was nearly over"
 
 
@@ -52,7 +52,7 @@ class LaunchOptions:
         launcher: `local`, this machine, or `slurm`.
         jobs: number of workers of a sweep; None for 1 on this machine, and one for each run on SLURM.
         slurm: options of sbatch by their long names; None for those without a value.
-        dry_run: only print the script.
+        dry_run: only say what would be started.
         argv: the tokens after the command, without these options.
     """
 
@@ -87,7 +87,7 @@ def script(
         folder: for the logs; all nodes see it.
         options: of sbatch.
         name: of the job.
-        words: arguments of `python -m linnaeus.sweep.slurm`.
+        words: what follows `python -m linnaeus.sweep.slurm`.
         jobs: in the array; 1 for none.
     """
     logs = str(folder.resolve()).replace("%", "%%")  # as in patterns of sbatch
@@ -177,7 +177,7 @@ def submit_command(
             begins anew.
 
     Returns:
-        Text to print: the job with its log, and how to follow and cancel it; or the job's script.
+        What to print: the job with its log, and how to follow and cancel it; or the job's script.
 
     Raises:
         LinnaeusError: it cannot be submitted; the message says why.
@@ -219,7 +219,7 @@ def _call(*command: str, env: Mapping[str, str] | None = None) -> subprocess.Com
 
 
 def prefix(env: Mapping[str, str], *, alone: bool = False) -> list[str]:
-    """Command that starts one run in a job: torchrun over its nodes, or a single process.
+    """What starts one run in a job: torchrun over its nodes, or a single process.
 
     Several nodes meet at a port that is free now; a single one lets torchrun choose.
 
@@ -291,7 +291,7 @@ def was_preempted(shown: str) -> bool:
 def _queue_again(received: Sequence[int], has_progress: bool) -> None:
     """Put this job back into the queue if its time is nearly over, or another one takes its place.
 
-    On preemption SLURM does not requeue a job that exits. Therefore the job requeues itself.
+    On preemption SLURM does not requeue a job that exits by itself; therefore the job requeues itself.
     """
     job, why = own_job(), TIME_IS_OVER  # SLURM_JOB_ID of a task may be that of the whole array
     if signal.SIGUSR1 not in received:
@@ -309,7 +309,7 @@ def _queue_again(received: Sequence[int], has_progress: bool) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the work of a job; returns the exit code."""
+    """Do what a job was submitted for; returns the exit code."""
     from linnaeus.sweep.folder import (
         Sweep,
     )  # here: every command imports this module for its options

@@ -1,4 +1,4 @@
-"""Out of memory in training: the state before the step, contents of the memory, and remedies."""
+"""Out of memory in training: the state before the step, what held the memory, and what helps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StateBytes:
 
 
 def state_bytes(assembly: Assembly, device: torch.device) -> StateBytes:
-    """Count the memory of a run's objects on a device."""
+    """Count what a run's objects hold on a device now."""
     modules = nn.ModuleList([assembly.model, assembly.criterion])
     average = nn.ModuleList([] if assembly.ema is None else [assembly.ema.module])
     total = partial(_new_bytes, device=device, seen=set())
@@ -75,13 +75,13 @@ def _new_bytes(tensors: Iterable[Tensor | None], device: torch.device, seen: set
 
 
 class StepStart:
-    """Callback that copies the state changed by forward, backward and clipping, before each optimizer step.
+    """Callback that copies what forward, backward and clipping change, before each optimizer step.
 
     That is the buffers and the random number generators. There are no gradients before a step; parameters,
     optimizer, loss scale and average change in the update, which cannot be undone.
 
     Args:
-        assembly: the model and its parts.
+        assembly: the model and what belongs to it.
         device: of training.
     """
 
@@ -124,7 +124,7 @@ class SizeOrigin:
         size: samples per rank.
         sentence: says where it comes from.
         key: the key that is set to less for a smaller size.
-        alternatives: other ways to a smaller size.
+        alternatives: what leads to a smaller size too.
     """
 
     size: int
@@ -140,7 +140,7 @@ def train_remedies(
     effective_batch_size: int,
     origin: SizeOrigin | None,
 ) -> Iterator[str]:
-    """Return remedies for forward and backward passes of training; only those with an effect.
+    """What makes the forward and backward passes of training need less; only what would have an effect.
 
     `size` is that of the micro-batch that did not fit, `effective_batch_size` that of its optimizer step.
     """
@@ -165,7 +165,7 @@ def train_remedies(
 
 
 def update_remedies(assembly: Assembly) -> Iterator[str]:
-    """Return remedies for the state of training; batch size and activations have no part in an update."""
+    """What makes the state of training smaller; batch size and activations have no part in an update."""
     yield "an optimizer with less state (OPTIMIZER.NAME)"
     if assembly.ema is not None:
         yield "TRAIN.EMA.ENABLED False"
@@ -173,7 +173,7 @@ def update_remedies(assembly: Assembly) -> Iterator[str]:
 
 
 def validation_remedies(origin: SizeOrigin | None) -> Iterator[str]:
-    """Return remedies for validation; `origin` as for `train_remedies`."""
+    """What makes validation need less; `origin` as for `train_remedies`."""
     if origin is not None and origin.size > 1:
         yield f"{origin.key} below {origin.size}"
         yield from origin.alternatives
@@ -181,7 +181,7 @@ def validation_remedies(origin: SizeOrigin | None) -> Iterator[str]:
 
 
 def what_held_memory(assembly: Assembly, device: torch.device) -> str:
-    """Describe the contents of the device's memory. Call it while the exception holds the activations.
+    """What holds the device's memory now, as a sentence; call it while the exception holds the activations.
 
     Where memory is too short even for this, or cannot be measured, it says so.
     """
@@ -195,7 +195,7 @@ def what_held_memory(assembly: Assembly, device: torch.device) -> str:
             is_cpu=device.type == "cpu",
         )
     except (MemoryError, RuntimeError, OSError, NotImplementedError) as error:
-        return f"The contents of the memory are unknown ({type(error).__name__})"
+        return f"What held the memory is not known ({type(error).__name__})"
 
 
 def memory_sentence(
@@ -279,7 +279,7 @@ def end_with_checkpoint(
 
 @dataclass
 class OutOfMemoryReport:
-    """Errors of a run out of memory: the failed operation, contents of the memory, and remedies.
+    """The errors of a run that has run out of memory: what failed, what held the memory, and what helps.
 
     Call its methods in the handler of the exception, which holds the activations.
 

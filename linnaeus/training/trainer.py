@@ -59,7 +59,7 @@ from linnaeus.training.watch import Speed, TimedBatches, loader_advice, peak_mem
 logger = logging.getLogger("linnaeus.trainer")
 
 _TOO_FEW_FOR_BATCHNORM = "Expected more than 1 value per channel when training"
-"""Error of torch for a micro-batch of one sample whose feature map has one pixel."""
+"""What torch says of a micro-batch of one sample, where a feature map has one pixel."""
 
 
 @dataclass
@@ -95,19 +95,19 @@ class FitResult:
 class Trainer:
     """The training loop. Everything it needs is built before and handed in.
 
-    It changes the model, `progress`, and on running out of memory the sizes of the training loader. The
+    It changes what it trains, `progress`, and on running out of memory the sizes of the training loader. The
     way to the model is `fit`, `train_epoch`, `TrainStep.__call__`.
 
     Attributes:
         config: the TRAIN node; how often to log, validate and save.
         plan: the batch sizes of all optimizer steps; replaced when micro-batches have to be smaller.
-        assembly: the model and its parts; a checkpoint holds its state.
+        assembly: the model and what belongs to it; a checkpoint holds its state.
         schedule: sets the learning rate of each optimizer step.
         stop: the ranks' agreement on stopping.
-        checkpoint_extras: further entries of each checkpoint (batch sizes and their conditions).
+        checkpoint_extras: further entries of each checkpoint (batch sizes and what they depend on).
         size_origins: where the batch sizes of `train` and `val` come from, for errors.
         progress: how far training has come.
-        wrap: wraps the model for several ranks, at first and again when frozen parameters begin to train.
+        wrap: wraps the model for several ranks, at first and again when what is frozen begins to train.
         recording: files and loggers of the run; opened after the first optimizer step, or where there is
             none. Nothing is saved before.
         callbacks: the user's own, by key; called on every rank.
@@ -202,7 +202,7 @@ class Trainer:
     def fit(self) -> FitResult:
         """Train until the last epoch, until the validation no longer improves, or until asked to stop.
 
-        An error after a completed step is raised unchanged, once that step is saved.
+        An error after a completed step is raised as it is, once that step is saved.
 
         Raises:
             CheckpointError: a checkpoint cannot be written.
@@ -240,7 +240,7 @@ class Trainer:
 
     @contextmanager
     def _errors_explained(self) -> Iterator[None]:
-        """Context that adds remedies to errors of running out of memory."""
+        """Context whose errors of running out of memory say what helps."""
         try:
             yield
         except LinnaeusError:
@@ -349,7 +349,7 @@ class Trainer:
             except Exception as error:
                 self._handle_step_error(error, stage)  # may raise, or else the step is taken again
             if loss is None:
-                self._memory.clean()  # memory of the failed step
+                self._memory.clean()  # what the failed step held
                 batches, stages = self._rest_of_epoch()
                 continue
             self._count_step(stage, loss)
@@ -453,7 +453,7 @@ class Trainer:
         )  # AutoBatch measured this training without the other's cached blocks
         self.assembly.freezing.freeze(False)
         self.train_step.model = self.wrap(self.assembly.model)
-        logger.info("epoch %d: frozen parameters train from now on", self.progress.epoch + 1)
+        logger.info("epoch %d: what was frozen trains from now on", self.progress.epoch + 1)
 
     def _handle_step_error(self, error: Exception, stage: Stage) -> None:
         """After a step ran out of memory, go back to the last completed one and halve the micro-batches.
@@ -735,7 +735,7 @@ class Trainer:
         self._saved_step = self.progress.step
 
     def _rank_state(self) -> tuple[Any, Any, Any]:
-        """Return each rank's part of a checkpoint: generators, losses since the last record, callbacks."""
+        """What a checkpoint holds of each rank: generators, losses since the last `train` line, callbacks."""
         return rng_state(self.world.device), self._meter.state(), callback_states(self.callbacks)
 
     def _content(self, rank_states: list[tuple[Any, Any, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One analysis, from a configuration to its files, which Ctrl-C leaves with partial results."""
+"""One analysis, from a configuration to its files; also after Ctrl-C, with what there is."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(options: AnalyzeOptions, config: Config) -> int:
             find(Setup(config, data, world, RankStatus(line.update), console), options, analysis)
         analysis.interrupted = False
     except KeyboardInterrupt:
-        logger.info("interrupted; the measurements so far are written")
+        logger.info("interrupted; what has been measured so far is written")
         return EXIT_INTERRUPTED
     finally:
         if analysis.rows:  # otherwise nothing has been measured

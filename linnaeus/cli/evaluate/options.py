@@ -77,7 +77,7 @@ def _read_output(text: str) -> Path:
 
 @dataclass
 class EvaluateOptions(RunOptions):
-    """Options of `linnaeus evaluate`; `output` has no ending."""
+    """What to evaluate, and where the files go; `output` has no ending."""
 
     output: Path | None = option(
         "beginning of the names of the files and the picture; default RUN/evaluations/<checkpoint>",
@@ -127,7 +127,7 @@ def read(argv: Sequence[str]) -> str | tuple[EvaluateOptions, Config, Config]:
 
 
 def _not_taken(line: CommandLine) -> list[str]:
-    """Return one sentence for each argument that an evaluation does not take."""
+    """What the command line has that an evaluation does not take, as one sentence each."""
     named = [*dict.fromkeys(name for name, _ in line.sources), *line.groups]
     problems = [
         f"{name}: files and presets have no effect, as the configuration is the run's; set keys instead"

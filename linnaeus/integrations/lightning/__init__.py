@@ -149,7 +149,7 @@ class AutoBatch(Callback):  # type: ignore[misc]
 
     def _find_sizes(self, trainer: Trainer, module: Any) -> None:
         started = time.monotonic()
-        with joined_ranks() as control:  # an error of one rank ends all of them
+        with joined_ranks() as control:  # what one rank raises ends all of them
             search = _Search(self, trainer, module, control)
             with rehearsal(trainer):
                 search.run()
@@ -175,7 +175,7 @@ class _Search:
         loaders: by mode; `val` is missing where it is not searched.
         results: of each mode that was searched.
         sizes: by mode; `val` is missing where it shares the size of training, or is not searched.
-        accumulation_steps: new value of `accumulate_grad_batches`; None keeps it.
+        accumulation_steps: what `accumulate_grad_batches` becomes; None leaves it alone.
         ends: the batches that need most memory at a cost; None without one.
     """
 
@@ -313,7 +313,7 @@ class _Search:
         return self.results[mode].batch_size
 
     def _check(self) -> None:
-        """Refuse trainers that cannot be searched; loaders are checked elsewhere."""
+        """Refuse what cannot be searched, apart from loaders."""
         module, effective = type(self.module).__name__, self.callback._effective_batch_size
         if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
             raise AutoBatchError(
