@@ -61,7 +61,7 @@ def plan_run(
 
     Args:
         combination: of values.
-        sweep: the sweep's folder; None takes the configured one.
+        sweep: the sweep's folder; None takes that of the configuration.
         references: whether files, classes and names of timm must be there; see `load_config`.
         compositions: as for `load_config`.
 
@@ -96,7 +96,7 @@ class SweepRun:
 
 @dataclass
 class Sweep:
-    """Content of `sweep.json`.
+    """What `sweep.json` says.
 
     Attributes:
         folder: of the sweep.
@@ -206,7 +206,7 @@ class Sweep:
     def write(self) -> None:
         """Write `sweep.json`, unless it is there and says the same; more trials than it says are added.
 
-        A sweep whose runs have all failed makes room where its runs cannot be tried once more.
+        A sweep of which every run has failed makes room where its runs cannot be tried once more.
 
         Raises:
             ConfigError: as for `check`, or the folder cannot be written to.
@@ -288,7 +288,7 @@ class Sweep:
 
 
 def _space(sweep: Sweep) -> set[str]:
-    """Space of values of a search."""
+    """What a search looks through."""
     return {token for token in sweep.argv if not token.startswith(NOT_SWEPT)}
 
 
