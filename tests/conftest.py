@@ -184,25 +184,10 @@ def run_in_child(tmp_path):
 
 @pytest.fixture
 def torchrun(tmp_path):
-    """Runs a command line in several processes under torchrun, in an empty folder.
+    """Runs a command line in several processes under torchrun, in an empty folder."""
 
-    With `new_interpreters` nothing is a fork: neither torchrun nor its ranks have loaded anything before.
-    """
-
-    def run_there(num_processes, *argv, new_interpreters=False):
+    def run_there(num_processes, *argv):
         command = [*TORCHRUN, f"--nproc_per_node={num_processes}", "-m", "linnaeus.main", *argv]
-        env = {"PYTHONPATH": str(ROOT)}
-        if not new_interpreters:
-            return forks.python(*command, cwd=tmp_path, env=env)
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=forks.limit_s,
-        )
-        return Outcome(done.returncode, done.stdout, done.stderr)
+        return forks.python(*command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
 
     return run_there

@@ -5,7 +5,6 @@ import re
 import shutil
 
 import pytest
-import torch
 
 from linnaeus.config.schema import SCHEDULES, ScheduleConfig
 from linnaeus.runtime.errors import DataError
@@ -46,7 +45,6 @@ RESUMABLE = (
 """Three epochs of 12 steps, 100 samples each. Later tokens override these."""
 
 
-NORM = "MODEL.norm=BatchNorm1d"
 READ_BEFORE = {"train": 8 + 8, "val": 1}
 """Samples that are read to learn their shape, and the first batch, read twice as it draws numbers."""
 
@@ -130,26 +128,6 @@ def test_other_processes_go_on_at_the_same_place(run, torchrun, tmp_path):
 
 
 @e2e
-def test_another_configuration_is_refused_first(run, tmp_path):
-    assert run(*RESUMABLE, interrupted(132)).code == 130
-    before = files_of(tmp_path / "runs")
-    for option in (
-        "OPTIMIZER.LR=0.05",
-        "SCHEDULE.NAME=linear",
-        "EXPERIMENT.SEED=7",
-        "MODEL.norm=BatchNorm1d",
-    ):
-        outcome = run(*RESUMABLE, option)
-        assert outcome.code == 2
-        assert option.partition("=")[0] in outcome.err
-    assert files_of(tmp_path / "runs") == before
-    outcome = run(*RESUMABLE, "MODEL.drop=0.1", "TRAIN.CLIP_GRAD_NORM=null", "TRAIN.EMA.DECAY=0.5")
-    assert outcome.code == 0, outcome.err
-    for key in ("MODEL.drop", "TRAIN.CLIP_GRAD_NORM", "TRAIN.EMA.DECAY"):
-        assert key in outcome.out
-
-
-@e2e
 def test_the_result_has_the_best_of_each_metric(run, tmp_path):
     """Also of the validations before a stop."""
     options = (*RESUMABLE, "OPTIMIZER.LR=3", "OPTIMIZER.NAME=sgd", "TRAIN.EPOCHS=5")
@@ -162,25 +140,6 @@ def test_the_result_has_the_best_of_each_metric(run, tmp_path):
     assert result["best"] == {name: end(line[name] for line in lines) for name, end in ends.items()}
     assert min(losses) in losses[:2]
     assert result["metrics"]["loss"] == losses[-1] > min(losses), "the last is not the best"
-
-
-@e2e
-def test_a_new_rate_is_taken_where_it_is_asked_for(run, tmp_path):
-    assert run(*RESUMABLE, interrupted(132)).code == 130
-    new = (
-        "OPTIMIZER.LR=0.05",
-        "OPTIMIZER.WEIGHT_DECAY=0.2",
-        "SCHEDULE.NAME=constant",
-        "TRAIN.RESUME_WITH=lr",
-    )
-    outcome = run(*RESUMABLE, *new)
-    assert outcome.code == 0, outcome.err
-    folder = tmp_path / "runs/plain"
-    assert set(curve(folder)[1][20:]) == {0.05}
-    groups = checkpoint_of(folder)["state"]["optimizer"]["param_groups"]
-    assert sorted(group["weight_decay"] for group in groups) == [0, 0.2]
-    assert checkpoint_of(folder)["config"]["OPTIMIZER"]["LR"] == 0.05
-    assert run(*RESUMABLE, *new[:3], "TRAIN.EPOCHS=4").code == 0  # it is the checkpoint's rate now
 
 
 FAILING = {
@@ -215,21 +174,6 @@ def test_a_start_that_fails_leaves_the_earlier_run_alone(run, tmp_path, reason, 
     after = files_of(tmp_path / "runs")
     assert after == before
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["plain"]
-
-
-@e2e
-def test_a_resumed_run_that_fails_at_once_stays_as_it_was(run, tmp_path):
-    options = (*FRESH, "TRAIN.AUTO_RESUME=True", "TRAIN.EPOCHS=2")
-    assert run(*FRESH).code == 0
-    before = files_of(tmp_path / "runs")
-    assert run(*options, *crashed("train", 3)).code == 1
-    assert files_of(tmp_path / "runs") == before
-    assert (
-        run(*options, *crashed("train", 12)).code == 1
-    )  # the negative control: it has trained one step
-    after = files_of(tmp_path / "runs")
-    assert "plain/result.json" not in after
-    assert after["plain/config.yaml"] != before["plain/config.yaml"]
 
 
 @e2e
@@ -324,25 +268,6 @@ def test_schedule_and_early_stopping_resume_exactly(run, tmp_path, name):
         assert (run(*options).code, files_of(runs)) == (0, before), "it was finished"
         assert run(*options, "TRAIN.EARLY_STOPPING.PATIENCE=3").code == 0
         assert validations_of(plain) == [12, 24, 36, 48]
-
-
-@pytest.mark.parametrize(("now", "restarts"), [("[1,0]", False), ("[1,1]", True), ("[0,1]", True)])
-def test_the_best_of_another_metric_is_forgotten(run, tmp_path, now, restarts):
-    options, path = (*SMALL, "TRAIN.AUTO_RESUME=True"), tmp_path / "runs/small/checkpoints/last.pt"
-    assert run(*options, "TRAIN.EPOCHS=1", "LOSS.LEVEL_WEIGHTS=[1,0]").code == 0
-    saved = torch.load(path, weights_only=True)
-    assert saved["headline"] == "top1/level1"
-    saved["progress"] |= {
-        "best": [(2.0, 0.0, 1)],
-        "watched_best": 2.0,
-    }  # which no other metric reaches
-    torch.save(saved, path)
-    stopping = "TRAIN.EARLY_STOPPING.PATIENCE=1"  # of the old metric, no improvement
-    ended = run(*options, "TRAIN.EPOCHS=3", f"LOSS.LEVEL_WEIGHTS={now}", stopping)
-    assert ended.code == 0, ended.err
-    progress = checkpoint_of(path.parents[1])["progress"]
-    assert (progress["best"][0][0] <= 1) == restarts == (progress["watched_best"] <= 1)
-    assert (progress["best_epoch"] == 1) != restarts
 
 
 def test_renamed_classes_are_refused_on_resuming(run, tmp_path):
@@ -465,15 +390,3 @@ def test_an_infinite_loss_is_found_before_the_next_checkpoint(run, tmp_path):
     assert (
         checkpoint_of(tmp_path / "runs/plain")["progress"]["step"] < 11
     )  # long before the first line is logged
-
-
-@e2e
-@pytest.mark.distributed
-def test_a_checkpoint_within_an_epoch_holds_all_ranks(torchrun, tmp_path):
-    options = ("TRAIN.CHECKPOINT_EVERY_STEPS=3", "DATA.BATCH_SIZE=1", *crashed("train", 30))
-    outcome = torchrun(2, *RESUMABLE, *options)
-    assert outcome.code != 0
-    content = checkpoint_of(tmp_path / "runs/plain")
-    assert 0 < content["progress"]["step"] < 40, outcome.err
-    assert len(content["rng"]) == 2
-    assert not torch.equal(content["rng"][0]["torch"], content["rng"][1]["torch"])

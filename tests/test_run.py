@@ -1,10 +1,12 @@
 import json
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 
 from linnaeus.main import cli
+from linnaeus.runtime.distributed import World
 from tests.helpers.runs import SMALL, assert_same_bits, weights
 from tests.helpers.small_runs import lines_of
 from tests.helpers.trained import write_images
@@ -43,7 +45,8 @@ def test_files_of_a_run(searched):
         "previous.pt",
         "best.pt",
     }
-    assert str(searched) in (searched / "logs/rank0.log").read_text().splitlines()[0]
+    first, second = (searched / "logs/rank0.log").read_text().splitlines()[:2]
+    assert (str(searched) in first, str(World(torch.device("cpu"))) in second) == (True, True)
     found = json.loads((searched / "autobatch.json").read_text())
     assert found.keys() == {"train", "val", "environment"}
     train = found["train"]

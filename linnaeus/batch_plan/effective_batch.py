@@ -126,23 +126,6 @@ def unused_keys(train: TrainConfig) -> list[str]:
     return notes
 
 
-def nearby_size(train: TrainConfig, facts: Facts) -> list[str]:
-    """Name the next effective batch size that takes the fewest micro-batches, if this one takes more."""
-    if train.EFFECTIVE_BATCH_SIZE is None:
-        return []
-    samples_per_rank = train.EFFECTIVE_BATCH_SIZE // facts.world_size
-    split = split_samples(samples_per_rank, facts.max_micro_batch_size)
-    fewest = -(-samples_per_rank // facts.max_micro_batch_size)
-    size = -(-samples_per_rank // fewest)
-    if split.accumulation_steps == fewest or size * fewest > facts.epoch_samples_per_rank:
-        return []
-    return [
-        f"{EFFECTIVE} {train.EFFECTIVE_BATCH_SIZE} takes {split.accumulation_steps} micro-batches of "
-        f"{split.micro_batch_size} per step and rank; {size * fewest * facts.world_size} would take "
-        f"{fewest} of {size}"
-    ]
-
-
 def _configured_sizes(train: TrainConfig) -> list[tuple[str, int]]:
     """The key and the value of each effective batch size that is set."""
     schedule = train.BATCH_SCHEDULE

@@ -16,13 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from linnaeus.batch_plan.advice import plan_advice
-from linnaeus.batch_plan.effective_batch import (
-    Facts,
-    keeps_rest,
-    nearby_size,
-    plan_epochs,
-    unused_keys,
-)
+from linnaeus.batch_plan.effective_batch import Facts, keeps_rest, plan_epochs, unused_keys
 from linnaeus.batch_plan.scaling import planned_warmup, scale_factor
 from linnaeus.batch_plan.stages import Stage
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
@@ -333,6 +327,6 @@ def plan_batches(
         lr_scales=lr_scales,
         keep_rest=keeps_rest(train),
         max_steps=train.MAX_STEPS,
-        notes=(*unused_keys(train), *nearby_size(train, facts), *notes),
+        notes=(*unused_keys(train), *notes),
         warnings=() if advice is None else (advice,),
     )

@@ -20,7 +20,7 @@ import yaml
 from linnaeus.cli.tables import cell, save_figures, shortened, table
 from linnaeus.config.dump import PLAN
 from linnaeus.config.keys import KEYS, dotted, suggest
-from linnaeus.metrics import larger_is_better, score
+from linnaeus.metrics import larger_is_better, score, sort_key
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import CONFIG, METRICS, RESULT, finite, read_json, read_text
 from linnaeus.runtime.run_folder import OUTPUT, RUN, State, last_line, read_result, read_state
@@ -111,9 +111,10 @@ class Row:
         return {epoch: values[metric] for epoch, values in self.history.items() if metric in values}
 
     def best(self, metric: str) -> tuple[float, float] | None:
-        """The best value and the first epoch that has it; None where no value is finite."""
-        found = [(v, epoch) for epoch, v in self.curve(metric).items() if v is not None]
-        return max(found, key=lambda each: score(metric, each[0]), default=None)
+        """The best value and its epoch, as the run ranks them; None where no value is finite."""
+        keys = (sort_key(metric, values, epoch) for epoch, values in self.history.items())
+        best = max(filter(None, keys), default=None)
+        return None if best is None else (score(metric, best[0]), best[2])
 
     def figures(self, metrics: Sequence[str]) -> dict[str, Any]:
         """The row of the files."""

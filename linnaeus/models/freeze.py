@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +11,11 @@ from typing import Any
 from torch import nn
 
 from linnaeus.config.instantiate import is_target
+from linnaeus.config.keys import suggest
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.lora import check_lora
 from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.words import several
 
 
 class Freezing:
@@ -123,13 +124,9 @@ def _matching(pattern: str, names: list[str]) -> list[str]:
     if found:
         return found
     modules = {re.sub(r"\.[^.]+$", ".*", name): None for name in names}
-    close = (
-        difflib.get_close_matches(pattern, ["backbone", *modules, *names], n=3, cutoff=0.3)
-        or names[:3]
-    )
-    raise ConfigError(
-        f"MODEL.FREEZE: {pattern!r} matches no parameter of the model; did you mean {', '.join(close)}?"
-    )
+    close = suggest(pattern, ["backbone", *modules, *names], most=3, cutoff=0.3)
+    hint = close or f"; it has {several(names)}"
+    raise ConfigError(f"MODEL.FREEZE: {pattern!r} matches no parameter of the model{hint}")
 
 
 def _whole_modules(module: nn.Module, names: frozenset[str], path: str = "") -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 import timm
 
+from linnaeus.config.keys import suggest
 from linnaeus.runtime.errors import ConfigError, first_line
 
 REMEDY = (
@@ -86,10 +86,8 @@ def find_source(name: str, key: str = "MODEL.NAME") -> Source:
 
 def _listed(name: str, key: str) -> Source:
     if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = (
-            f"; did you mean {', '.join(close)}?" if close else "; `timm.list_models()` lists them"
-        )
+        close = suggest(name, timm.list_models(), most=3, cutoff=0.6)
+        hint = close or "; `timm.list_models()` lists them"
         raise ConfigError(f"{key}: {name!r} is not a timm model{hint}")
     architecture, _, tag = name.partition(".")
     try:

@@ -141,6 +141,13 @@ class World:
         """Whether there are other ranks."""
         return self.world_size > 1
 
+    def __str__(self) -> str:
+        """The device, and the rank of several, for people."""
+        name = "the CPU" if self.device.type == "cpu" else str(self.device)
+        if self.device.type == "cuda":
+            name += f" ({torch.cuda.get_device_name(self.device)})"
+        return f"{name}, rank {self.rank} of {self.world_size}" if self.is_distributed else name
+
     def update(self, doing: str | Callable[[], str]) -> None:
         """Set the activity shown if this rank fails or hangs. The heartbeat thread evaluates a callable."""
         if self.control is not None:

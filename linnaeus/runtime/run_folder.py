@@ -333,7 +333,7 @@ class Claim:
                 FileExistsError,
                 FileNotFoundError,
             ):  # made, or given up, by another process just now
-                if is_last:
+                if is_last or (os.path.lexists(self.folder) and not self.folder.is_dir()):
                     raise
                 time.sleep(random.uniform(0, 0.1))
 

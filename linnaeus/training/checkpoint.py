@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.config.schema import EarlyStoppingConfig
+from linnaeus.metrics import sort_key
 from linnaeus.models.shards import (
     METADATA,
     ShardsReader,
@@ -104,7 +105,7 @@ class TrainingProgress:
     epoch: int = 0
     samples: int = 0
     step: int = 0
-    best: list[tuple[float, float, int]] = field(default_factory=list)
+    best: list[tuple[float, float, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     best_epoch: int | None = None
@@ -121,16 +122,13 @@ class TrainingProgress:
     @property
     def best_steps(self) -> list[int]:
         """The optimizer steps of the best validations, the best one first."""
-        return [step for *_, step in self.best]
+        return [int(step) for *_, step in self.best]
 
-    def rank(self, value: float, loss: float, keep: int) -> None:
-        """Enter a validation among the best ones, of which at most `keep` stay. NaN is never one of them.
-
-        Of equal values the one with the smaller loss is better, then the later one.
-        """
-        if math.isnan(value):
+    def rank(self, metric: str, values: Mapping[str, float], keep: int) -> None:
+        """Enter a validation among the best ones, of which at most `keep` stay; see `sort_key`."""
+        entry = sort_key(metric, values, self.step)
+        if entry is None:
             return
-        entry = (value, -math.inf if math.isnan(loss) else -loss, self.step)
         self.best = sorted([*self.best, entry], reverse=True)[:keep]
         if self.best[0] is entry:
             self.best_epoch = self.current_epoch
@@ -502,15 +500,11 @@ class CheckpointFolder:
 
     def _newest_first(self) -> Iterator[Path]:
         """The existing checkpoints, the last step first; `best.pt` comes last, for where others are gone."""
-        step = -1
-        with suppress(CheckpointError):
-            step = load_checkpoint(self.previous, mmap=True)["progress"]["step"]
-        steps = {path: int(path.stem.removeprefix("step_")) for path in self._numbered()}
-        older = sorted(
-            [self.previous, *steps], key=lambda path: steps.get(path, step), reverse=True
-        )
-        # `pending.pt` gets its name when it is whole, and `last.pt` takes its place at once.
-        return (path for path in (self.pending, self.last, *older, self.best) if path.exists())
+        # `pending.pt` gets its name when it is whole, and `last.pt` takes its place at once. The first
+        # numbered one is a copy of `last.pt`.
+        newest, *numbered = self._numbered() or [self.last]
+        names = (self.pending, self.last, newest, self.previous, *numbered, self.best)
+        return (path for path in dict.fromkeys(names) if path.exists())
 
     def read_latest(self) -> dict[str, Any] | None:
         """The newest checkpoint that can be read, as `load_checkpoint` gives it; None when there is none.

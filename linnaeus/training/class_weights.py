@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
-from difflib import get_close_matches
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 import yaml
 from torch import Tensor
 
+from linnaeus.config.keys import suggest
 from linnaeus.config.schema import WEIGHTINGS, LossConfig
 from linnaeus.data.bundle import DataBundle, training_targets
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.words import several
 
 _KEY = "LOSS.CLASS_WEIGHTS"
 
@@ -119,19 +120,31 @@ def _weights_of_file(path: Path, taxonomy: Taxonomy) -> list[Tensor]:
         level.name: {name: i for i, name in enumerate(level.classes)} for level in taxonomy.levels
     }
     weights = {name: torch.ones(len(classes)).double() for name, classes in labels.items()}
-    entries = [*_read(path)]
+    try:
+        # JSON is YAML, but for tabs, which stand between its tokens only. All is text: a class may be named
+        # 1 or yes.
+        tree = yaml.load(path.read_text("utf-8-sig").expandtabs(), yaml.BaseLoader)
+        entries = [
+            (level, name, float(weight))
+            for level, classes in tree.items()
+            for name, weight in classes.items()
+        ]
+    except OSError as error:
+        raise ConfigError(f"{_KEY}: cannot read {path}: {error.strerror}") from error
+    except (ValueError, AttributeError, TypeError, yaml.YAMLError) as error:
+        found = "no mapping" if isinstance(error, AttributeError) else " ".join(str(error).split())
+        raise ConfigError(
+            f"{_KEY}: {path}: must map the names of levels to weights by class name, "
+            f"{{level: {{class: weight}}}}; it is broken: {found}"
+        ) from error
     if not entries:
         raise ConfigError(f"{_KEY}: {path}: has no weight")
-    for level, name, text in entries:
+    for level, name, value in entries:
         _check_name(level, labels, f"{path}: no level")
         _check_name(name, labels[level], f"{path}: level {level!r} has no class")
-        try:
-            value = float(text)
-        except (TypeError, ValueError):
-            value = math.nan
-        if not (math.isfinite(value) and value >= 0):
+        if not 0 <= value < math.inf:
             raise ConfigError(
-                f"{_KEY}: {path}: class {name!r} of level {level!r} has the weight {text!r}; it must be a "
+                f"{_KEY}: {path}: class {name!r} of level {level!r} has the weight {value}; it must be a "
                 "number of 0 or more"
             )
         weights[level][labels[level][name]] = value
@@ -140,26 +153,5 @@ def _weights_of_file(path: Path, taxonomy: Taxonomy) -> list[Tensor]:
 
 def _check_name(name: str, names: Collection[str], problem: str) -> None:
     if name not in names:
-        close = get_close_matches(str(name), names, 1)
-        others = f"there are {len(names)}, such as {next(iter(names))!r}"
-        hint = f"did you mean {close[0]!r}?" if close else others
-        raise ConfigError(f"{_KEY}: {problem} {name!r}; {hint}")
-
-
-def _read(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Level, class and weight of each entry, as text: a class may be named 1 or yes."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        # JSON is YAML, but for tabs, which stand between its tokens only.
-        for level, classes in yaml.load(text.expandtabs(), yaml.BaseLoader).items():
-            for name, weight in classes.items():
-                yield level, name, weight
-    except OSError as error:
-        raise ConfigError(f"{_KEY}: cannot read {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{_KEY}: {path}: broken: {' '.join(str(error).split())}") from error
-    except AttributeError as error:
-        raise ConfigError(
-            f"{_KEY}: {path}: must map the names of levels to weights by class name, "
-            "{level: {class: weight}}"
-        ) from error
+        hint = suggest(name, names, cutoff=0.6) or f"; there are {several([*names])}"
+        raise ConfigError(f"{_KEY}: {problem} {name!r}{hint}")

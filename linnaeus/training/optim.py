@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from linnaeus.config.instantiate import call_target, is_target
+from linnaeus.config.keys import suggest
 from linnaeus.runtime.errors import ConfigError
 
 
@@ -54,8 +54,7 @@ def check_optimizer_name(node: Any) -> None:
     """Raise `ConfigError` if an `OptimizerConfig` names no optimizer of timm."""
     names = timm.optim.list_optimizers()
     if not is_target(node) and node.NAME.lower() not in names:
-        close = difflib.get_close_matches(node.NAME.lower(), names, n=3)
-        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        hint = suggest(node.NAME.lower(), names, most=3, cutoff=0.6)
         raise ConfigError(f"OPTIMIZER.NAME: {node.NAME!r} is not an optimizer of timm{hint}")
 
 

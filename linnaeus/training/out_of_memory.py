@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,55 +22,33 @@ from linnaeus.training.build import Assembly
 from linnaeus.training.callbacks import CallbackState
 
 _KEY = "TRAIN.ON_OUT_OF_MEMORY"
-_NAMES = {"average": "EMA", "optimizer_state": "optimizer"}
 _NOTABLE_BYTES = GIB // 100
 
 
-@dataclass
-class StateBytes:
-    """Bytes of the tensors that training keeps. Storage that tensors share counts once, for the first one.
+def state_bytes(assembly: Assembly, device: torch.device) -> dict[str, int]:
+    """Bytes on a device of what training keeps, by name. Storage that tensors share counts once.
 
-    Attributes:
-        parameters, buffers: of the model and the loss.
-        average: the EMA copy of the model.
-        gradients: of all parameters; 0 in validation.
-        optimizer_state: such as Adam's moments; training's stay resident during validation.
+    The optimizer's state stays resident during validation; there are no gradients then.
     """
-
-    parameters: int = 0
-    buffers: int = 0
-    average: int = 0
-    gradients: int = 0
-    optimizer_state: int = 0
-
-
-def state_bytes(assembly: Assembly, device: torch.device) -> StateBytes:
-    """Count what a run's objects hold on a device now."""
     modules = nn.ModuleList([assembly.model, assembly.criterion])
     average = nn.ModuleList([] if assembly.ema is None else [assembly.ema.module])
-    total = partial(_new_bytes, device=device, seen=set())
-    return StateBytes(
-        parameters=total(modules.parameters()),
-        buffers=total(modules.buffers()),
-        average=total([*average.parameters(), *average.buffers()]),
-        gradients=total(parameter.grad for parameter in modules.parameters()),
-        optimizer_state=total(nest.tensors(list(assembly.optimizer.state.values()))),
-    )
-
-
-def _new_bytes(tensors: Iterable[Tensor | None], device: torch.device, seen: set[int]) -> int:
-    """Bytes of the storages on the device that are not in `seen` yet; they are added to it."""
-    num_bytes = 0
-    for tensor in map(nest.local, tensors):
-        if tensor is not None and tensor.device == device and tensor.layout == torch.strided:
+    tensors: dict[str, Iterable[Tensor | None]] = {
+        "parameters": modules.parameters(),
+        "buffers": modules.buffers(),
+        "EMA": [*average.parameters(), *average.buffers()],
+        "gradients": (parameter.grad for parameter in modules.parameters()),
+        "optimizer": nest.tensors(list(assembly.optimizer.state.values())),
+    }
+    found, seen = dict.fromkeys(tensors, 0), set[int]()
+    for name, each in tensors.items():
+        for tensor in map(nest.local, each):
+            if tensor is None or tensor.device != device or tensor.layout != torch.strided:
+                continue
             storage = tensor.untyped_storage()
-            place = (
-                storage._cdata if tensor.is_meta else storage.data_ptr()
-            )  # on `meta` there are no places
-            if place not in seen:
-                seen.add(place)
-                num_bytes += storage.nbytes()
-    return num_bytes
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[name] += storage.nbytes()
+    return found
 
 
 class StepStart:
@@ -199,7 +176,7 @@ def what_held_memory(assembly: Assembly, device: torch.device) -> str:
 
 
 def memory_sentence(
-    state: StateBytes,
+    state: Mapping[str, int],
     *,
     held_bytes: int,
     outside_bytes: int,
@@ -208,17 +185,14 @@ def memory_sentence(
 ) -> str:
     """The parts of the memory, the largest first, without those below 0.01 GiB.
 
-    >>> state = StateBytes(parameters=2 * GIB, gradients=GIB, buffers=100)
+    >>> state = {"parameters": 2 * GIB, "gradients": GIB, "buffers": 100}
     >>> memory_sentence(state, held_bytes=7 * GIB, outside_bytes=GIB, total_bytes=8 * GIB, is_cpu=False)
     'This process held 7.00 of 8.00 GiB: activations and batch 4.00, parameters 2.00, gradients 1.00. Outside its allocator (context, libraries, other processes): 1.00 GiB'
 
     `outside_bytes` are in use outside this process's allocator; on the CPU, by other processes.
     """  # noqa: E501
-    parts = {
-        _NAMES.get(name, name): num_bytes for name, num_bytes in asdict(state).items() if num_bytes
-    }
     activations = "activations, batch, libraries" if is_cpu else "activations and batch"
-    parts[activations] = max(held_bytes - sum(parts.values()), 0)
+    parts = {**state, activations: max(held_bytes - sum(state.values()), 0)}
     ordered = sorted(parts, key=lambda name: -parts[name])
     shown = ", ".join(
         f"{name} {_gib(parts[name])}" for name in ordered if parts[name] >= _NOTABLE_BYTES

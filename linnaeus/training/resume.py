@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from linnaeus.autobatch.state.rng import set_rng_state
+from linnaeus.config.keys import dotted
+from linnaeus.config.overrides import leaves
 from linnaeus.config.schema import Config, EarlyStoppingConfig, TrainConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.split_file import SPLIT_FILE, read_rows
@@ -135,12 +137,9 @@ def changes_of(saved: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[Chang
     return [change for change in changes if change.before != change.now]
 
 
-def flat(value: Any, key: str = "") -> dict[str, str]:
-    """The values of nested mappings as text, by dotted key."""
-    if not isinstance(value, Mapping):
-        return {key: repr(value)}
-    inner = (flat(part, f"{key}.{name}".lstrip(".")) for name, part in value.items())
-    return {name: text for part in inner for name, text in part.items()}
+def flat(tree: Mapping[str, Any]) -> dict[str, str]:
+    """The values of nested mappings as text, by dotted key; an empty mapping has none."""
+    return {dotted(path): repr(value) for path, value in leaves(tree) if value != {}}
 
 
 @cache

@@ -75,6 +75,7 @@ def checkpoints_of(config: Config, folder: RunFolder, world: World) -> Checkpoin
     """Return the checkpoints of a run."""
     if world.is_main:
         logger.info("run directory: %s", folder.path)
+        logger.info("training on %s", world)
     return CheckpointFolder(
         folder.path / CHECKPOINTS,
         keep=config.TRAIN.KEEP_CHECKPOINTS,

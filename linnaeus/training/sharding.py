@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from linnaeus.config.keys import suggest
 from linnaeus.config.schema import DistConfig, TrainConfig
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import ConfigError
@@ -95,10 +95,8 @@ def find_blocks(model: nn.Module, patterns: list[str] | None) -> list[nn.Module]
     if patterns is not None:
         for pattern in patterns:
             if not any(_matches(pattern, name, module) for name, module in named.items()):
-                close = difflib.get_close_matches(
-                    pattern, [*named, *{type(m).__name__ for m in named.values()}]
-                )
-                hint = f"; did you mean {', '.join(close)}?" if close else ""
+                kinds = {type(module).__name__ for module in named.values()}
+                hint = suggest(pattern, [*named, *kinds], most=3, cutoff=0.6)
                 raise ConfigError(
                     f"DIST.SHARD_BLOCKS: {pattern!r} matches no submodule of the model{hint}"
                 )

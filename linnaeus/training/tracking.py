@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from linnaeus.config.schema import ExperimentConfig
@@ -36,26 +37,24 @@ class Tracker:
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Metrics at an optimizer step."""
-        self._each(lambda logger: logger.log(values, step=step))
+        self._each("log", values, step=step)
 
     def summarise(self, values: Mapping[str, Any]) -> None:
         """The run's final metrics."""
-        self._each(lambda logger: logger.summarise(values))
+        self._each("summarise", values)
 
     def finish(self, exit_code: int) -> None:
         """Close the run."""
-        self._each(lambda logger: logger.finish(exit_code))
+        self._each("finish", exit_code)
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
+    def _each(self, method: str, *arguments: Any, **options: Any) -> None:
         for name, tracker in self._loggers.items():
             try:
-                call(tracker)
+                getattr(tracker, method)(*arguments, **options)
             except LinnaeusError:  # such as a full disk
                 raise
             except Exception as error:
-                self._loggers = {
-                    key: other for key, other in self._loggers.items() if other is not tracker
-                }
+                self._loggers = {k: other for k, other in self._loggers.items() if k != name}
                 logger.warning(
                     "warning: %s records no more of this run: %s", name, first_line(error)
                 )
@@ -105,10 +104,8 @@ class _TensorBoardTracker(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=num_steps + 1)
-        text = json.dumps(config, indent=1).replace(
-            "\n", "\n    "
-        )  # indented, Markdown takes it as code
-        self._writer.add_text("config", f"    {text}", num_steps)
+        code = indent(json.dumps(config, indent=1), "    ")  # Markdown takes it as code
+        self._writer.add_text("config", code, num_steps)
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         for name, value in values.items():

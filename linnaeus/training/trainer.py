@@ -213,16 +213,20 @@ class Trainer:
         if self._splits and self.world.is_distributed:
             self.recording.open()  # the first step may end with a checkpoint
         with self._errors_explained():
-            with self.stop.deferred(), self.progress_bar, self._saved_on_error():
-                while not (self._is_over or self.stop.stop_signal):
-                    self.train_epoch()
-                    if not self.stop.stop_signal:
-                        self._end_epoch()
-                self.recording.open()
-                if self.stop.stop_signal:
-                    self._save()
-                elif self.progress.validated != self.progress.step:
-                    self._end_epoch()  # resumed at the end, before its validation
+            with self.stop.deferred(), self.progress_bar:
+                try:
+                    while not (self._is_over or self.stop.stop_signal):
+                        self.train_epoch()
+                        if not self.stop.stop_signal:
+                            self._end_epoch()
+                    self.recording.open()
+                    if self.stop.stop_signal:
+                        self._save()
+                    elif self.progress.validated != self.progress.step:
+                        self._end_epoch()  # resumed at the end, before its validation
+                except Exception as error:
+                    self._save_before_ending(error)
+                    raise
             self.checkpoints.wait()
             test = None if self.stop.stop_signal else self._test()
         return FitResult(
@@ -250,15 +254,6 @@ class Trainer:
                 raise
             traceback.clear_frames(error.__traceback__)  # the message needs memory too
             raise self._out_of_memory.between_steps(error, self.progress.step) from error
-
-    @contextmanager
-    def _saved_on_error(self) -> Iterator[None]:
-        """Context that saves the last completed step when an error ends it."""
-        try:
-            yield
-        except Exception as error:
-            self._save_before_ending(error)
-            raise
 
     def _save_before_ending(self, error: Exception) -> None:
         """Save the last completed step when an error ends the run.
@@ -337,19 +332,11 @@ class Trainer:
         """Train until the next validation or the end of the epoch, or less when the user asks to stop."""
         batches, stages = self._start_epoch()
         while stages:
-            stage, lr, loss = stages.pop(), self.schedule.lr, None
-            sizes, epoch = stage.micro_batches, self.progress.epoch + 1
-            if self.train_step.callbacks:
-                self.train_step.state = self._callback_state(epoch)
+            stage, lr, epoch = stages.pop(), self.schedule.lr, self.progress.epoch + 1
             is_logged = (self.progress.step + 1) % self.config.LOG_EVERY == 0 or not stages
             self.train_step.measures_norm = is_logged
-            try:
-                num_samples = sum(sizes) if len(set(sizes)) > 1 else None
-                loss = self.train_step(batches, len(sizes), num_samples)
-            except Exception as error:
-                self._handle_step_error(error, stage)  # may raise, or else the step is taken again
+            loss = self._take_step(batches, stage)
             if loss is None:
-                self._memory.clean()  # what the failed step held
                 batches, stages = self._rest_of_epoch()
                 continue
             self._count_step(stage, loss)
@@ -378,25 +365,27 @@ class Trainer:
         """
         with self._errors_explained(), self.progress_bar:
             batches, stages = self._start_epoch()
-            self.train_step.state = self._callback_state(self.progress.epoch + 1)
-            while stages:
-                stage = stages.pop()
-                try:
-                    loss = self.train_step(
-                        batches, len(stage.micro_batches), sum(stage.micro_batches)
-                    )
-                except Exception as error:
-                    self._handle_step_error(error, stage)  # may raise, or else it is taken in parts
-                    self._memory.clean()
-                    batches, stages = self._rest_of_epoch()
-                else:
-                    self._meter.add(loss)
-                    logger.info("dry run: one optimizer step, loss %.4f", self._meter.mean())
-                    break
+            while (loss := self._take_step(batches, stages.pop())) is None:
+                batches, stages = self._rest_of_epoch()
+            self._meter.add(loss)
+            logger.info("dry run: one optimizer step, loss %.4f", self._meter.mean())
             empty_cache(self.world.device)
             values = self._validation_metrics(list(islice(self.loaders.val, 1)))
         shown = "  ".join(f"{name} {value:.4f}" for name, value in (values or {}).items())
         logger.info("dry run: validated one batch: %s; no files were written", shown)
+
+    def _take_step(self, batches: Iterator[Batch], stage: Stage) -> torch.Tensor | None:
+        """Take an optimizer step and return its loss; None if it is to be taken again in smaller parts."""
+        sizes = stage.micro_batches
+        if self.train_step.callbacks:
+            self.train_step.state = self._callback_state(self.progress.epoch + 1)
+        try:
+            num_samples = sum(sizes) if len(set(sizes)) > 1 else None
+            return self.train_step(batches, len(sizes), num_samples)
+        except Exception as error:
+            self._handle_step_error(error, stage)
+        self._memory.clean()  # what the failed step held
+        return None
 
     def _start_epoch(self) -> tuple[Iterator[Batch], list[Stage]]:
         """Prepare the rest of the current epoch; see `_rest_of_epoch`."""
@@ -574,7 +563,8 @@ class Trainer:
                 self.progress = before
                 self.schedule.load_state_dict(schedule)
         is_due = is_end and epoch % self.config.CHECKPOINT_EVERY == 0
-        if is_complete and (self._is_over or self._is_ranked or is_due):
+        is_ranked = self.progress.step in self.progress.best_steps
+        if is_complete and (self._is_over or is_ranked or is_due):
             self._save()
 
     @property
@@ -604,11 +594,6 @@ class Trainer:
             return self.plan.parts(progress.epoch, progress.samples, every)
         done = int(progress.step % every)
         return done == 0, int(every) - done
-
-    @property
-    def _is_ranked(self) -> bool:
-        """Whether the last step's validation is among the best ones."""
-        return self.progress.step in self.progress.best_steps
 
     def _validate(self) -> None:
         """Validate and log.
@@ -670,7 +655,7 @@ class Trainer:
         self.schedule.validated(values[metric])
         self._set_lr()
         keep = max(self.config.KEEP_BEST, 1)
-        progress.rank(score(headline, values[headline]), values["loss"], keep)
+        progress.rank(headline, values, keep)
 
     def _validation_metrics(
         self, batches: Collection[Batch] | BatchLoader, step: ValidationStep | None = None

@@ -1,13 +1,10 @@
 """Runs on few samples keep their optimizer steps, and give one piece of advice at most."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,9 +16,7 @@ ON = "DATA.AUTOBATCH.ENABLED=True"
 DEFAULT = ("DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=10", "TRAIN.EPOCHS=1")
 RUNS = {
     "few samples": (50, (ON,), 5, "steps_per_epoch"),
-    "very few samples": (12, (ON,), 2, "steps_per_epoch"),
     "at MAX_BATCH_SIZE": (400, (ON, "DATA.AUTOBATCH.MAX_BATCH_SIZE=16"), 16, "max_batch_size"),
-    "below MAX_BATCH_SIZE": (400, (ON,), 40, "steps_per_epoch"),
     "switched off": (50, (ON, "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1"), 50, "dataset"),
     "a smallest size": (50, (ON, "DATA.AUTOBATCH.MIN_BATCH_SIZE=20"), 20, "steps_per_epoch"),
     "accumulation": (100, (ON, "TRAIN.ACCUMULATION_STEPS=3"), 3, "steps_per_epoch"),
@@ -65,7 +60,7 @@ def test_no_plan_advises_twice():
             batchnorm=norm,
             pretrained=bool(pretrained),
         )
-        asked: list[dict[str, Any]] = [{}, {"ACCUMULATION_STEPS": 20}]
+        asked = [{}, {"ACCUMULATION_STEPS": 20}]
         asked += [{"EFFECTIVE_BATCH_SIZE": samples // 4 * 4}]
         for wishes in asked:
             check_advice([*plan_of(facts, **wishes).warnings])

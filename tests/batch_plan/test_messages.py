@@ -1,11 +1,7 @@
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import yaml
 
-from linnaeus.batch_plan.effective_batch import Facts
 from linnaeus.batch_plan.summary import summary_lines
 from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, TrainConfig
 from tests.helpers.configs import FACTS, plan_of
@@ -26,7 +22,7 @@ def milestones(**schedule):
     return grow(None, NAME="milestones", **schedule)
 
 
-ERRORS: dict[str, tuple[Facts, dict[str, Any]]] = {
+ERRORS = {
     "fewer samples than processes": (replace(FOUR, num_samples=3), {}),
     "effective batch below the processes": (FOUR, {"EFFECTIVE_BATCH_SIZE": 3}),
     "effective batch, not divisible": (FOUR, {"EFFECTIVE_BATCH_SIZE": 130}),
@@ -57,7 +53,7 @@ ERRORS: dict[str, tuple[Facts, dict[str, Any]]] = {
     "milestone after the run": (FACTS, milestones(MILESTONES=[[12, 32]])),
     "milestone after the last step": (FEW, milestones(UNIT="steps", MILESTONES=[[9999, 32]])),
 }
-WARNINGS: dict[str, tuple[Facts, dict[str, Any]]] = {
+WARNINGS = {
     "many steps": (FACTS, {"EFFECTIVE_BATCH_SIZE": 64 * 17}),
     "a prime number of samples": (
         replace(FACTS, max_micro_batch_size=128),

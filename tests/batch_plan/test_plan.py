@@ -1,7 +1,5 @@
 """The batch plan: what must always hold, and what each wish comes to."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace
@@ -86,18 +84,6 @@ def test_every_step_takes_the_effective_size(
     assert plan.steps_per_epoch == (num_samples // effective,) * epochs
     assert plan.total_steps == epochs * (num_samples // effective)
     assert set(effective_sizes(plan)) == {effective}
-
-
-@pytest.mark.parametrize(
-    ("size", "nearby"), [(130, 132), (132, None), (64, None), (2 * 67, 138), (998, None)]
-)
-def test_an_effective_size_that_splits_badly_names_a_nearby_one(size, nearby):
-    facts = replace(FACTS, max_micro_batch_size=33, world_size=2, num_samples=1000)
-    notes = plan_of(facts, EFFECTIVE_BATCH_SIZE=size).notes
-    assert [str(nearby) in note for note in notes] == ([] if nearby is None else [True])
-    if nearby is not None:
-        plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=nearby)
-        assert (plan.notes, plan.accumulation_steps) == ((), -(-size // 66))
 
 
 @given(
@@ -223,14 +209,6 @@ def test_milestones_hold_exactly_from_their_epoch_on():
     assert plan.effective_batch_size == 131
 
 
-def test_warm_up_in_epochs_counts_the_steps_of_each_epoch():
-    facts = replace(FACTS, num_samples=1600)
-    schedule = {"NAME": "milestones", "FIRST": 16, "MILESTONES": [[1, 32], [2, 64]]}
-    plan = plan_of(facts, schedule=schedule, warmup={"WARMUP_EPOCHS": 1.5}, EPOCHS=3)
-    assert plan.steps_per_epoch == (100, 50, 25)
-    assert plan.warmup_steps == 125
-
-
 @given(
     fits=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256]),
     world_size=st.sampled_from([1, 2, 4, 8]),
@@ -240,13 +218,6 @@ def test_accumulation_alone_never_changes_the_rate(fits, world_size):
     facts = replace(FACTS, max_micro_batch_size=fits, world_size=world_size)
     plan = plan_of(facts, optimizer, EFFECTIVE_BATCH_SIZE=512)
     assert (plan.learning_rate, plan.weight_decay) == (0.2, 0.05 * math.sqrt(2))
-
-
-def test_without_scaling_every_bit_stays():
-    facts = replace(FACTS, num_samples=4000, learning_rate=0.1 + 0.2, weight_decay=1 / 3)
-    for plan in (plan_of(facts, EPOCHS=2), plan_of(facts, EFFECTIVE_BATCH_SIZE=1024, EPOCHS=2)):
-        assert (plan.learning_rate, plan.weight_decay) == (0.1 + 0.2, 1 / 3)
-        assert [plan.batch_size_lr_factor(step) for step in range(3)] == [1.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """An epoch resumed with other sizes or on another number of processes: each sample once, none left out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain, islice, repeat
 
@@ -21,7 +19,7 @@ def take(plan, epoch, done, num_steps=None):
     stages = plan.rest_of_epoch(epoch, done)
     steps = list(islice(chain.from_iterable(repeat(s, s.num_steps) for s in stages), num_steps))
     num_micro_batches = sum(stage.accumulation_steps for stage in steps)
-    taken: list[int] = []
+    taken = []
     for rank in range(plan.world_size):
         sampler = EpochSampler(plan.num_samples, seed=3, rank=rank, world_size=plan.world_size)
         sampler.set_epoch(epoch, done)
@@ -47,7 +45,7 @@ configurations = st.tuples(
 def test_any_changes_within_an_epoch_take_each_sample_at_most_once_and_leave_less_than_a_step(
     num_samples, parts, epoch
 ):
-    taken: list[int] = []
+    taken = []
     for number, (world_size, micro_batch, accumulation, is_set, num_steps) in enumerate(
         parts, start=1
     ):

@@ -1,9 +1,6 @@
 """Runs under a batch plan: what they count, and that the split of a batch changes nothing else."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import yaml
@@ -16,8 +13,7 @@ from tests.helpers.small_runs import NAME, PLAIN, curve, lines_of, plan_of
 
 @pytest.mark.e2e
 @pytest.mark.distributed
-@pytest.mark.parametrize("numbers", [(2,), pytest.param((2, 4), marks=pytest.mark.slow)])
-def test_several_processes_train_as_one(run, torchrun, tmp_path, numbers):
+def test_two_processes_train_as_one(run, torchrun, tmp_path):
     """The same effective size; 103 samples leave some over for any number of processes."""
     options = (
         *PLAIN,
@@ -30,16 +26,12 @@ def test_several_processes_train_as_one(run, torchrun, tmp_path, numbers):
     assert run(*options, f"{NAME}by1").code == 0
     one = curve(tmp_path / "runs/by1")
     assert len(one[0]) == 9
-    for number in numbers:
-        outcome = torchrun(number, *options, f"{NAME}by{number}")
-        assert outcome.code == 0, outcome.err
-        folder = tmp_path / f"runs/by{number}"
-        assert (plan_of(folder)["WORLD_SIZE"], plan_of(folder)["ACCUMULATION_STEPS"]) == (
-            number,
-            4 // number,
-        )
-        assert curve(folder)[:2] == one[:2]
-        assert curve(folder)[2] == pytest.approx(one[2], rel=1e-4)
+    outcome = torchrun(2, *options, f"{NAME}by2")
+    assert outcome.code == 0, outcome.err
+    folder = tmp_path / "runs/by2"
+    assert (plan_of(folder)["WORLD_SIZE"], plan_of(folder)["ACCUMULATION_STEPS"]) == (2, 2)
+    assert curve(folder)[:2] == one[:2]
+    assert curve(folder)[2] == pytest.approx(one[2], rel=1e-4)
 
 
 def test_everything_counts_optimizer_steps(run, tmp_path, monkeypatch):
@@ -91,7 +83,7 @@ GROWING = (
     "SCHEDULE.NAME=constant",
 )
 WITHIN = "another micro-batch within the epoch"
-SCHEDULES: dict[str, list[str]] = {
+SCHEDULES = {
     "by steps": [],
     "by epochs": ["TRAIN.BATCH_SCHEDULE.UNIT=epochs", "TRAIN.BATCH_SCHEDULE.LENGTH=2"],
     WITHIN: [
@@ -108,15 +100,9 @@ SCHEDULES: dict[str, list[str]] = {
     ("num_workers", "after", "schedule"),
     [
         (0, 66, WITHIN),
-        *(
-            pytest.param(0, 66, schedule, marks=pytest.mark.e2e)
-            for schedule in ("by steps", "by epochs")
-        ),
-        *(
-            pytest.param(workers, after, schedule, marks=pytest.mark.slow)
-            for workers, after in ((0, 166), (2, 66))
-            for schedule in SCHEDULES
-        ),
+        pytest.param(0, 66, "by steps", marks=pytest.mark.e2e),
+        pytest.param(0, 166, "by epochs", marks=pytest.mark.e2e),
+        pytest.param(2, 66, WITHIN, marks=pytest.mark.slow),
     ],
 )
 def test_resuming_within_a_schedule_changes_no_bit(run, tmp_path, schedule, num_workers, after):
@@ -184,29 +170,19 @@ def test_the_saved_configuration_repeats_the_run(run, tmp_path, options):
 @pytest.mark.parametrize(("asked", "used"), [("null", min(8, num_cores())), ("1", 1)])
 def test_the_plan_has_the_loader_processes_in_use(run, tmp_path, asked, used):
     """The key stays as it was set, so that another machine takes its own cores."""
-    options = (*PLAIN, "TRAIN.AUTO_RESUME=True", f"DATA.NUM_WORKERS={asked}")
-    assert run(*options, "TRAIN.EPOCHS=1").code == 0
+    assert run(*PLAIN, f"DATA.NUM_WORKERS={asked}", "TRAIN.EPOCHS=1").code == 0
     folder = tmp_path / "runs/plain"
     assert plan_of(folder)["NUM_WORKERS"] == used
     text = (folder / "config.yaml").read_text()
     assert yaml.safe_load(text)["DATA"]["NUM_WORKERS"] == yaml.safe_load(asked)
-    assert run("--cfg", str(folder / "config.yaml"), "TRAIN.EPOCHS=2").code == 0
 
 
 SEARCH = (*PLAIN, "DATA.AUTOBATCH.ENABLED=True")
 
 
 def found_in(folder):
-    found: dict[str, Any] = json.loads((folder / "autobatch.json").read_text())["train"]
+    found = json.loads((folder / "autobatch.json").read_text())["train"]
     return found
-
-
-@pytest.mark.e2e
-def test_the_search_stops_at_the_share_asked_for(run, tmp_path):
-    outcome = run(*SEARCH, "TRAIN.EFFECTIVE_BATCH_SIZE=24", "DATA.NUM_WORKERS=1")
-    assert outcome.code == 0, outcome.err
-    found = found_in(tmp_path / "runs/plain")
-    assert (found["batch_size"], found["limited_by"]) == (24, "effective_batch")
 
 
 @pytest.mark.e2e

@@ -18,12 +18,10 @@ def test_a_device_that_is_not_there_is_named(kind):
 
 
 def test_what_others_hold_is_no_part_of_the_budget(monkeypatch):
-    card = SimpleNamespace(
-        max_memory_reserved=None,
-        memory_reserved=lambda device: 100,
-        mem_get_info=lambda device: (600, 1000),
+    gpu = SimpleNamespace(
+        memory_reserved=lambda device: 100, get_memory_info=lambda device: (600, 1000)
     )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: card)
+    monkeypatch.setattr(AcceleratorMemory, "_api", gpu)
     memory = AcceleratorMemory(torch.device("xpu"))
     assert (memory.outside(), memory.budget(0.75, None), memory.budget(0.75, 400)) == (
         300,

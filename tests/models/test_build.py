@@ -1,7 +1,5 @@
 """From the MODEL node to a network that takes the images of the data."""
 
-from __future__ import annotations
-
 import pytest
 import safetensors.torch
 import timm
@@ -98,10 +96,10 @@ def test_weights_fit_other_channels_and_another_size(tmp_path):
     source = timm.create_model("test_vit", img_size=160)
     torch.save(source.state_dict(), tmp_path / "weights.pth")
     model = build("test_vit", in_chans=1, img_size=(32, 48), WEIGHTS=str(tmp_path / "weights.pth"))
-    assert model.backbone.pos_embed.shape[1] == 1 + 2 * 3  # type: ignore[union-attr]
-    found = model.backbone.patch_embed.proj.weight  # type: ignore[union-attr, assignment]
+    assert model.backbone.pos_embed.shape[1] == 1 + 2 * 3
+    found = model.backbone.patch_embed.proj.weight
     torch.testing.assert_close(found, source.patch_embed.proj.weight.sum(1, keepdim=True))
-    assert torch.equal(model.backbone.blocks[0].mlp.fc1.weight, source.blocks[0].mlp.fc1.weight)  # type: ignore[index, union-attr]
+    assert torch.equal(model.backbone.blocks[0].mlp.fc1.weight, source.blocks[0].mlp.fc1.weight)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,7 +1,5 @@
 """Parameters that do not train: which ones, and what their modules do meanwhile."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from fnmatch import fnmatchcase
 

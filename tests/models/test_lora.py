@@ -1,7 +1,5 @@
 """Low-rank adapters: what trains, what is written, and what a run needs for it."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 

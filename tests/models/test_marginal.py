@@ -1,7 +1,5 @@
 """The head whose probabilities agree from coarse to fine, against sums over leaves by hand."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 
@@ -13,8 +11,6 @@ from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.models.hierarchical import MarginalHead
 from linnaeus.training.losses import TaxonomicCrossEntropy
 from tests.helpers.small_models import build
-
-Parents = tuple[tuple[int, ...], ...]
 
 COUNTS = (2, 4, 6)
 NESTED = ((0, 0, 1, 1), (0, 0, 1, 2, 3, 3))

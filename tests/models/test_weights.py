@@ -1,7 +1,5 @@
 """Weights of another run, or of a file with a backbone or a whole model."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import re
@@ -37,8 +35,8 @@ def source_model(seed=7, in_chans=3):
     model, _ = built(seed=seed, in_chans=in_chans)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.running_mean)  # type: ignore[arg-type]
-            nn.init.uniform_(module.running_var)  # type: ignore[arg-type]
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var)
     return model
 
 

@@ -1,7 +1,5 @@
 """Ranks that differ, fail, are stopped and start again, as real processes under torchrun."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -72,7 +70,7 @@ class Ranks:
 
     def end(self):
         """Wait for the end; a job that hangs, or leaves a process behind, fails the test."""
-        seen: set[psutil.Process] = set()
+        seen = set()
 
         def has_ended():
             seen.update(self.children())
@@ -193,46 +191,6 @@ def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(tmp_path, num
     _, alive = psutil.wait_procs(ranks, timeout=forks.limit_s)
     assert not alive, job.log.read_text()
     assert "SIGTERM" in job.log.read_text()
-
-
-@slow
-def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happened(tmp_path):
-    options = [option for option in JOB if not option.startswith(("MODEL.", "DATA.AUTOBATCH"))]
-    options += [
-        "MODEL._target_=tests.helpers.odd_ranks.Perceptron",
-        "TRAIN.EFFECTIVE_BATCH_SIZE=16",
-        "TRAIN.EPOCHS=8",
-        "TRAIN.LOG_EVERY=1",
-        "SCHEDULE.NAME=cosine",
-        "SCHEDULE.WARMUP_EPOCHS=1",
-    ]
-    alone, moved = tmp_path / "alone", tmp_path / "moved"
-
-    def run_on(num_ranks, folder, **env):
-        return (
-            Ranks(
-                folder, *options, options=("--standalone", f"--nproc_per_node={num_ranks}"), **env
-            )
-            .end()
-            .code
-        )
-
-    for folder in (alone, moved):
-        folder.mkdir()
-    assert run_on(1, alone) == 0
-    for num_ranks, epoch in ((1, 2), (2, 4), (4, 6)):
-        (moved / "fault_happened").unlink(missing_ok=True)
-        assert (
-            run_on(num_ranks, moved, FAULT=f"SIGUSR1:{num_ranks - 1}:training in epoch {epoch}")
-            != 0
-        )
-    assert run_on(1, moved) == 0
-    folders = [folder / "runs/small" for folder in (moved, alone)]
-    rates = [{line["step"]: line["lr"] for line in lines_of(folder)} for folder in folders]
-    assert rates[0] == pytest.approx(rates[1], rel=1e-12)
-    assert list(rates[0]) == list(range(1, 49))
-    losses = [[line["loss"] for line in lines_of(folder, "val")] for folder in folders]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 @slow

@@ -1,7 +1,5 @@
 """What a console shows: the progress bar on a terminal, plain lines elsewhere, and the status line."""
 
-from __future__ import annotations
-
 import io
 import re
 

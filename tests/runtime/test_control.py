@@ -1,7 +1,5 @@
 """The control plane over a real store, with threads or a script as ranks; processes are in test_processes."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os
@@ -9,7 +7,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -76,7 +73,7 @@ def test_a_value_of_megabytes_arrives_whole_and_is_forgotten():
 def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(caplog):
     caplog.set_level(logging.INFO, "linnaeus.autobatch.ranks")
     main, other = planes(name_of=lambda rank: rank + 2)
-    waited: list[tuple[int, str]] = []
+    waited = []
     pauses = [nothing] * 200
     pauses[45] = lambda: other.update("trying 128")
     pauses[199] = lambda: other.gather("late")
@@ -113,7 +110,7 @@ class Watched:
 
     def __init__(self, store, key):
         self.store, self.key = store, key
-        self.event: Callable[[], object] = nothing
+        self.event = nothing
 
     def check(self, keys):
         found = self.store.check(keys)
@@ -142,7 +139,7 @@ def test_a_value_that_a_rank_sent_before_it_failed_counts():
 
 
 def test_ranks_that_meet_go_on_together_as_often_as_they_do():
-    passed: list[tuple[int, int]] = []
+    passed = []
 
     def work(plane):
         for number in range(3):
@@ -202,7 +199,7 @@ def test_the_first_failure_counts_and_stays_until_the_others_have_read_it():
 
 def test_a_rank_that_hangs_after_a_failure_is_ended():
     """Such as in a collective of NCCL, which ends when all ranks come."""
-    ended: list[Failure] = []
+    ended = []
     hanging, failing = planes(kind=ending(ended.append))
     fail(failing)
     for _ in range(2 * heartbeat.ABANDON_LOOKS):

@@ -1,7 +1,5 @@
 """Files are the old ones or the new ones."""
 
-from __future__ import annotations
-
 import os
 import resource
 from contextlib import contextmanager

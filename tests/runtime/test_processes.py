@@ -1,7 +1,5 @@
 """Runs in processes of their own: killed, resumed, and several at once under torchrun."""
 
-from __future__ import annotations
-
 import json
 import random
 
@@ -86,15 +84,11 @@ def test_killed_a_hundred_times_and_resumed(tmp_path):
     assert_same_run(killed / "runs/small", whole / "runs/small")
 
 
+@pytest.mark.e2e
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "new_interpreters",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["forks", "new interpreters"],
-)
-def test_two_processes(torchrun, tmp_path, new_interpreters):
+def test_two_processes(torchrun, tmp_path):
     options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8", "TRAIN.EPOCHS=1")
-    outcome = torchrun(2, *SMALL, *options, new_interpreters=new_interpreters)
+    outcome = torchrun(2, *SMALL, *options)
     assert outcome.code == 0, outcome.err
     run = tmp_path / "runs/small"
     found = json.loads((run / "autobatch.json").read_text())

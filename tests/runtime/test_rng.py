@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path
@@ -14,7 +12,7 @@ from linnaeus.runtime.rng import derive_seed, deterministic, kernels, seed_all, 
 from tests.helpers.small_runs import PLAIN, Layers
 
 CPU = torch.device("cpu")
-MODES: list[int] = []
+MODES = []
 """torch's setting at each forward pass of `Spy`."""
 
 
@@ -29,7 +27,7 @@ class Spy(Layers):
         MODES.append(torch.get_deterministic_debug_mode())
         if self.folder:
             Path(self.folder, os.environ.get("RANK", "0")).write_text(str(torch.initial_seed()))
-        outputs: torch.Tensor = super().forward(points)
+        outputs = super().forward(points)
         return outputs
 
 

@@ -1,7 +1,5 @@
 """Signals that ask a run to stop: noted while it can save, obeyed at once where it cannot."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import suppress

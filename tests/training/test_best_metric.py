@@ -1,12 +1,12 @@
 """The metric that decides which checkpoint is best, and the checkpoints that are kept for it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
+from linnaeus.cli.runs import Row
+from linnaeus.runtime.files import finite
 from linnaeus.training.checkpoint import TrainingProgress
 from tests.helpers.runs import checkpoint_of
 from tests.helpers.small_runs import PLAIN, Clusters, lines_of
@@ -15,7 +15,7 @@ from tests.helpers.small_runs import PLAIN, Clusters, lines_of
 class Uneven(Clusters):
     """Thirty times as many samples of one class as of another."""
 
-    def __init__(self, split: str) -> None:
+    def __init__(self, split):
         super().__init__(split, length=96)
         self.labels[:] = 0
         self.labels[:3], self.labels[3:12] = 1, 2
@@ -27,7 +27,7 @@ UNEVEN = (*PLAIN, f"DATA.DATASET._target_={__name__}.Uneven")
 
 
 @pytest.mark.parametrize("metric", ["macro/class", "f1/class", "loss"])
-def test_the_best_checkpoints_are_those_of_the_metric(run, tmp_path, metric) -> None:
+def test_the_best_checkpoints_are_those_of_the_metric(run, tmp_path, metric):
     options = (f"TRAIN.BEST_METRIC={metric}", "TRAIN.KEEP_BEST=2", "TRAIN.EPOCHS=6")
     assert run(*UNEVEN, *options, "OPTIMIZER.LR=0.1").code == 0
     folder = tmp_path / "runs/plain"
@@ -53,19 +53,22 @@ def test_the_best_checkpoints_are_those_of_the_metric(run, tmp_path, metric) -> 
         ([(0.5, float("nan")), (0.5, 9.0), (float("nan"), 0.1)], [2, 1]),
     ],
 )
-def test_equal_validations_are_ranked_by_loss_then_age(validations, best) -> None:
+def test_equal_validations_are_ranked_by_loss_then_age(validations, best):
     progress = TrainingProgress()
     for progress.step, (value, loss) in enumerate(validations, start=1):
         progress.epoch = progress.step
-        progress.rank(value, loss, keep=2)
+        progress.rank("top1", {"top1": value, "loss": loss}, keep=2)
     assert (progress.best_steps, progress.best_epoch) == (best, best[0])
+    rows = [{"top1": finite(value), "loss": finite(loss)} for value, loss in validations]
+    compared = Row(Path(), history=dict(enumerate(rows, start=1)))
+    assert compared.best("top1") == (validations[best[0] - 1][0], best[0])
 
 
 @pytest.mark.parametrize(
     ("options", "is_said"),
     [(UNEVEN, True), ((*UNEVEN, "TRAIN.BEST_METRIC=loss"), False), (PLAIN, False)],
 )
-def test_uneven_classes_are_said_once_unless_chosen(run, options, is_said: bool) -> None:
+def test_uneven_classes_are_said_once_unless_chosen(run, options, is_said):
     outcome = run(*options, "TRAIN.EPOCHS=1")
     assert outcome.code == 0, outcome.err
     said = [
@@ -77,7 +80,7 @@ def test_uneven_classes_are_said_once_unless_chosen(run, options, is_said: bool)
     }
 
 
-def test_early_stopping_follows_the_best_metric(run, tmp_path: Path) -> None:
+def test_early_stopping_follows_the_best_metric(run, tmp_path):
     """The loss that grows ends the run, top-1 that stays would too, but macro F1 is not watched."""
     stopping = ("TRAIN.EARLY_STOPPING.PATIENCE=1", "TRAIN.EARLY_STOPPING.MIN_DELTA=9")
     assert run(*UNEVEN, *stopping, "TRAIN.BEST_METRIC=loss", "TRAIN.EPOCHS=4").code == 0

@@ -1,10 +1,5 @@
 """Blocks that the allocator keeps: none of training's in a validation, none of a validation's in training."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,7 +13,7 @@ pytestmark = [
 ]
 
 
-def released_by_emptying() -> int:
+def released_by_emptying():
     """Bytes that another call of `empty_cache` would give back to the device."""
     before = torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
@@ -26,17 +21,17 @@ def released_by_emptying() -> int:
 
 
 @pytest.fixture
-def left_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+def left_bytes(monkeypatch):
     """Bytes cached when a validation begins, and when it has ended."""
-    left: dict[str, list[int]] = {"begin": [], "end": []}
+    left = {"begin": [], "end": []}
     validate, measure = Trainer._validate, Trainer._validation_metrics
 
-    def validate_and_look(trainer: Trainer) -> Any:
+    def validate_and_look(trainer):
         result = validate(trainer)
         left["end"].append(released_by_emptying())
         return result
 
-    def look_and_measure(trainer: Trainer, batches: Any) -> Any:
+    def look_and_measure(trainer, batches):
         left["begin"].append(released_by_emptying())
         return measure(trainer, batches)
 
@@ -45,7 +40,7 @@ def left_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     return left
 
 
-def train(folder: Path, **instead: Any) -> None:
+def train(folder, **instead):
     """One epoch and its validation, with functions of the trainer's module replaced."""
     with (
         trainer_of(
@@ -58,18 +53,14 @@ def train(folder: Path, **instead: Any) -> None:
         trainer.fit()
 
 
-def test_the_cache_is_empty_before_and_after_a_validation(
-    tmp_path: Path, left_bytes: dict[str, list[int]]
-) -> None:
+def test_the_cache_is_empty_before_and_after_a_validation(tmp_path, left_bytes):
     train(tmp_path)
     assert left_bytes == {"begin": [0], "end": [0]}
 
 
-def test_without_the_calls_blocks_would_stay(
-    tmp_path: Path, left_bytes: dict[str, list[int]]
-) -> None:
+def test_without_the_calls_blocks_would_stay(tmp_path, left_bytes):
     """Without this, the test above could not fail."""
-    calls: list[torch.device] = []
+    calls = []
     train(tmp_path, empty_cache=calls.append)
     assert len(calls) == 2
     assert min(left_bytes["begin"] + left_bytes["end"]) >= 2 * 1024**2

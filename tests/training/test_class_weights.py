@@ -1,7 +1,5 @@
 """Weights of classes from counts and from files."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -116,7 +114,7 @@ def test_a_run_weights_by_its_own_training_samples():
     assert isinstance(criterion, TaxonomicLoss)
     config = load_config([*dataset, "DATA.IMG_SIZE=32"]).config
     train = build_data(config.DATA, seed=0).train
-    labels = torch.stack([train[index][1] for index in range(len(train))])  # type: ignore[arg-type]
+    labels = torch.stack([train[index][1] for index in range(len(train))])
     for level in range(labels.shape[1]):
         counts = labels[:, level].bincount().double()
         expected = (len(labels) / (len(counts) * counts)).float()

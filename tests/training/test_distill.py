@@ -1,7 +1,5 @@
 """Soft targets of a teacher: their value, who may teach, resume, ranks, AutoBatch."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 
@@ -56,6 +54,11 @@ def test_the_loss_is_hintons_with_a_weight_per_level():
     ]
     expected = 0.3 * 2.0 + 0.7 * 16 * (0.25 * soft[0] + 0.75 * soft[1])
     torch.testing.assert_close(total, expected)
+    halves = [
+        found(torch.tensor(2.0), [level[rows] for level in outputs], inputs[rows])
+        for rows in (slice(3), slice(3, 6))
+    ]
+    torch.testing.assert_close(sum(halves) / 2, total)  # as on two ranks
     total.backward()
     assert student.scale.grad is not None
     assert teacher.scale.grad is None
@@ -183,17 +186,17 @@ def test_autobatch_finds_a_smaller_size_beside_a_teacher(tmp_path):
     options = (
         *SMALL,
         "DATA.DATASET.NUM_SAMPLES=600",
-        "DATA.IMG_SIZE=64",
+        "DATA.IMG_SIZE=32",
         "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",
         "DATA.AUTOBATCH.ENABLED_VAL=False",
         "DATA.AUTOBATCH.TOLERANCE=0.1",
     )
     search, _ = prepared(*options, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4")
     find_sizes(search)
-    spec = spec_of("resnet18", taxonomy=search.data.taxonomy, size=(64, 64))
+    spec = spec_of("resnet18", taxonomy=search.data.taxonomy, size=(32, 32))
     teacher = f"MODEL.TEACHER={save_run(tmp_path / 'teacher', spec)}"
     del search
-    limit = f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={limit_with_room_for(160)}"
+    limit = f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={limit_with_room_for(110)}"
     alone, taught = (
         find_sizes(prepared(*options, limit, *more)[0])["train"] for more in ((), (teacher,))
     )

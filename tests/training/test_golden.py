@@ -10,13 +10,9 @@ measured between AVX-512 and SSE kernels; in float32 it grows to a hundredth. Th
 step that clips otherwise, scales its loss otherwise or sees other images moves the losses by more.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from itertools import islice, repeat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,11 +30,10 @@ from linnaeus.config.schema import (
 )
 from linnaeus.data.batch import Batch
 from linnaeus.data.datasets import build_data
-from linnaeus.data.loader import BatchLoader, build_loaders
+from linnaeus.data.loader import build_loaders
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.rng import seed_all
 from linnaeus.training.build import assemble
-from linnaeus.training.precision import Precision
 from linnaeus.training.schedule import Schedule
 
 RECORD = Path(__file__).parent / "golden" / "losses.json"
@@ -55,13 +50,13 @@ TRAIN = TrainConfig(
 )
 
 
-def in_float64(loader: BatchLoader, precision: Precision) -> Iterator[Batch]:
+def in_float64(loader, precision):
     for batch in loader:
         inputs, targets = precision.place(batch)
         yield Batch(inputs.double(), targets)
 
 
-def train(num_steps: int = NUM_STEPS) -> dict[str, Any]:
+def train(num_steps=NUM_STEPS):
     """The figures of the run, or of its first steps."""
     seed_all(0)
     device = torch.device("cpu")
@@ -71,7 +66,7 @@ def train(num_steps: int = NUM_STEPS) -> dict[str, Any]:
     assert parts.ema is not None
     for model in (parts.model, parts.ema.module):
         model.double()
-    steps: dict[str, Any] = {"steps_per_epoch": [NUM_STEPS], "warmup_steps": NUM_STEPS // 2}
+    steps = {"steps_per_epoch": [NUM_STEPS], "warmup_steps": NUM_STEPS // 2}
     schedule = Schedule(ScheduleConfig(), parts.optimizer, **steps)
     losses = []
     with build_loaders(
@@ -93,11 +88,11 @@ def train(num_steps: int = NUM_STEPS) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def figures() -> dict[str, Any]:
+def figures():
     return train()
 
 
-def test_twenty_steps_give_the_losses_on_record(figures: dict[str, Any]) -> None:
+def test_twenty_steps_give_the_losses_on_record(figures):
     record = json.loads(RECORD.read_text())
     assert len(figures["train"]) == NUM_STEPS
     assert figures["train"] == pytest.approx(record["train"], rel=TOLERANCE)
@@ -107,7 +102,7 @@ def test_twenty_steps_give_the_losses_on_record(figures: dict[str, Any]) -> None
     assert sum(record["train"][-5:]) < 0.9 * sum(record["train"][:5])
 
 
-def test_the_same_steps_again_are_the_same_bit_for_bit(figures: dict[str, Any]) -> None:
+def test_the_same_steps_again_are_the_same_bit_for_bit(figures):
     assert train(2)["train"] == figures["train"][:2]
 
 

@@ -1,12 +1,9 @@
 """A loss with parameters of its own: they train as the model's do, on one process and on several."""
 
-from __future__ import annotations
-
 import os
 from copy import deepcopy
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,24 +17,24 @@ from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.size_search.searches import find_sizes
-from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.build import assemble
 from linnaeus.training.ddp import wrap
 from tests.helpers.bits import bits
-from tests.helpers.processes import Results, compute, group_of
-from tests.helpers.runs import Run, assert_same_bits, checkpoint_of
+from tests.helpers.processes import compute, group_of
+from tests.helpers.runs import assert_same_bits, checkpoint_of
 from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared
 from tests.helpers.small_runs import PLAIN
 
 CPU = torch.device("cpu")
 NUM_FEATURES, NUM_CLASSES, EFFECTIVE_BATCH, NUM_STEPS = 5, 3, 24, 6
-MODES: list[tuple[bool, bool]] = []
+MODES = []
 """Whether `Learned` was in training mode, and whether gradients were on, at each call."""
 
 
 class Learned(nn.Module):
     """Cross-entropy of logits with a learned temperature, and their distance from learned centers."""
 
-    def __init__(self, folder: str = "", num_classes: int = NUM_CLASSES) -> None:
+    def __init__(self, folder="", num_classes=NUM_CLASSES):
         super().__init__()
         rank = int(os.environ.get("RANK", "0"))
         self.log_t = nn.Parameter(torch.tensor(0.5 + (rank if folder else 0)))
@@ -45,7 +42,7 @@ class Learned(nn.Module):
         self.fixed = nn.Parameter(torch.ones(2), requires_grad=False)
         self.file = Path(folder) / f"rank{rank}.txt" if folder else None
 
-    def forward(self, outputs: Any, targets: Tensor) -> Tensor:
+    def forward(self, outputs, targets):
         MODES.append((self.training, torch.is_grad_enabled()))
         if self.file is not None and torch.is_grad_enabled():
             with self.file.open("a") as lines:
@@ -60,14 +57,12 @@ LOSS = f"LOSS._target_={__name__}.Learned"
 NODE = {"_target_": f"{__name__}.Learned"}
 
 
-def make_model() -> nn.Module:
+def make_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(NUM_FEATURES, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
 
 
-def assembled(
-    world: World, optimizer: Any, sharding: DistConfig | None = None, **changes: Any
-) -> Assembly:
+def assembled(world, optimizer, sharding=None, **changes):
     classes = tuple(map(str, range(NUM_CLASSES)))
     rows = torch.utils.data.TensorDataset(torch.zeros(8, 1))
     data = DataBundle(
@@ -82,7 +77,7 @@ def assembled(
     return assemble(model, NODE, optimizer, TrainConfig(**changes), data, world, sharding=sharding)
 
 
-def effective_batch(seed: int) -> Batch:
+def effective_batch(seed):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(EFFECTIVE_BATCH, NUM_FEATURES, generator=generator)
     return Batch(inputs, torch.randint(NUM_CLASSES, (EFFECTIVE_BATCH, 1), generator=generator))
@@ -95,7 +90,7 @@ SPLITS = list(product((2, 1), (1, 3), (None, 0.2), ("off", "fp16")))
 SGD = OptimizerConfig(NAME="momentum", LR=0.1, WEIGHT_DECAY=0.1)
 
 
-def trained(world: World, num_micro: int, clip: float | None, amp: str) -> dict[str, Tensor]:
+def trained(world, num_micro, clip, amp):
     parts = assembled(world, SGD, CLIP_GRAD_NORM=clip, AMP=amp)
     if parts.scaler.is_enabled():  # a scale that no gradient overflows at
         parts.scaler.load_state_dict({**parts.scaler.state_dict(), "scale": 256.0})
@@ -111,7 +106,7 @@ def trained(world: World, num_micro: int, clip: float | None, amp: str) -> dict[
     return {**parts.model.state_dict(), **parts.criterion.state_dict()}
 
 
-def by_hand(clip: float | None, *, learns: bool = True) -> dict[str, Tensor]:
+def by_hand(clip, *, learns=True):
     """A plain loop of torch over whole batches."""
     model, loss = make_model(), Learned()
     loss.requires_grad_(learns)
@@ -131,8 +126,8 @@ def by_hand(clip: float | None, *, learns: bool = True) -> dict[str, Tensor]:
     return {**model.state_dict(), **loss.state_dict()}
 
 
-def work(rank: int, folder: str) -> Results:
-    results: Results = {}
+def work(rank, folder):
+    results = {}
     for world_size in (2, 1):
         if rank < world_size:
             with group_of(world_size, rank, folder) as world:
@@ -147,13 +142,13 @@ def work(rank: int, folder: str) -> Results:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+def ranks(tmp_path_factory):
     return compute(__name__, 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_it_trains_as_in_a_plain_loop(ranks: list[Results], split: Any) -> None:
+def test_it_trains_as_in_a_plain_loop(ranks, split):
     world_size, _, clip, amp = split
     expected = by_hand(clip)
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if amp == "off" else {"rtol": 0.05, "atol": 0.02}
@@ -166,7 +161,7 @@ def test_it_trains_as_in_a_plain_loop(ranks: list[Results], split: Any) -> None:
         assert moved > 0.03, "the comparison would not tell"
 
 
-def test_without_splitting_the_bits_are_those_of_the_loop(ranks: list[Results]) -> None:
+def test_without_splitting_the_bits_are_those_of_the_loop(ranks):
     assert_same_bits(ranks[0][1, 1, None, "off"], by_hand(None))
 
 
@@ -182,7 +177,7 @@ def test_without_splitting_the_bits_are_those_of_the_loop(ranks: list[Results]) 
     ],
     ids=lambda node: node["_target_"] if isinstance(node, dict) else node.NAME,
 )
-def test_they_are_the_last_group_and_do_not_decay(optimizer: Any) -> None:
+def test_they_are_the_last_group_and_do_not_decay(optimizer):
     parts = assembled(World(CPU), optimizer)
     before = deepcopy(parts.criterion.state_dict())
     *_, last = parts.optimizer.param_groups
@@ -208,7 +203,7 @@ def test_they_are_the_last_group_and_do_not_decay(optimizer: Any) -> None:
         "MODEL.NAME=test_vit OPTIMIZER.LAYER_DECAY=0.5",
     ],
 )
-def test_their_rate_is_that_of_the_optimizer(options: str) -> None:
+def test_their_rate_is_that_of_the_optimizer(options):
     _, parts = prepared(
         "DATA.DATASET.NAME=synthetic",
         f"DATA.DATASET.NUM_CLASSES=[{NUM_CLASSES}]",
@@ -224,7 +219,7 @@ def test_their_rate_is_that_of_the_optimizer(options: str) -> None:
 
 
 @pytest.mark.distributed
-def test_a_sharded_model_refuses_them(ranks: list[Results]) -> None:
+def test_a_sharded_model_refuses_them(ranks):
     for results in ranks:
         assert "DIST.SHARDING: 'full'" in results["sharded"]
         assert "Learned" in results["sharded"]
@@ -233,7 +228,7 @@ def test_a_sharded_model_refuses_them(ranks: list[Results]) -> None:
 # --- searches and runs ---
 
 
-def test_a_search_leaves_them_bit_for_bit() -> None:
+def test_a_search_leaves_them_bit_for_bit():
     search, parts = prepared(OWN_MODEL, OWN_DATA, f"{LOSS}", "LOSS.num_classes=2")
     before = bits(parts.criterion.state_dict())
     assert find_sizes(search)["train"].batch_size == 12
@@ -249,7 +244,7 @@ RUN = (*PLAIN, LOSS, "TRAIN.EMA.ENABLED=True", "TRAIN.CLIP_GRAD_NORM=1")
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("searches", [False, True])
-def test_a_resumed_run_is_the_same_bit_for_bit(run: Run, tmp_path: Path, searches: bool) -> None:
+def test_a_resumed_run_is_the_same_bit_for_bit(run, tmp_path, searches):
     options = (*RUN, "TRAIN.AUTO_RESUME=True", "DATA.DATASET.length=96")
     if searches:
         options += ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=32")
@@ -273,7 +268,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(run: Run, tmp_path: Path, searche
 
 @pytest.mark.e2e
 @pytest.mark.distributed
-def test_all_ranks_begin_and_go_on_with_rank_0s(torchrun: Run, tmp_path: Path) -> None:
+def test_all_ranks_begin_and_go_on_with_rank_0s(torchrun, tmp_path):
     outcome = torchrun(2, *RUN, f"LOSS.folder={tmp_path}")
     assert outcome.code == 0, outcome.err
     zero, one = ((tmp_path / f"rank{rank}.txt").read_text().split() for rank in (0, 1))

@@ -1,7 +1,5 @@
 """Losses on labels and on mixed probabilities, against those of torch, timm and torchvision."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 
@@ -208,33 +206,6 @@ def test_the_weight_of_presence_counts_for_present_classes_alone(separator):
     if separator:
         unknown = torch.tensor([[-1.0, 1.0, -1.0]])
         assert float(loss(outputs, unknown)) == pytest.approx(-3 * math.log(0.75) / 3, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "key", "separator"),
-    [
-        ("bce", "LOGIT_ADJUSTMENT", None),
-        ("cross_entropy", "POS_WEIGHT", None),
-        ("focal", "POS_WEIGHT", None),
-        ("asymmetric", "POS_WEIGHT", ";"),
-    ],
-)
-def test_a_key_that_a_loss_does_not_take_is_refused(kind, key, separator):
-    node = LossConfig(NAME=kind, **{key: 2.0})
-    with pytest.raises(ConfigError, match=rf"LOSS\.{key}.*{kind}"):
-        build_loss(node, Taxonomy(LEVELS[:1], separator=separator))
-
-
-def test_statistics_are_loaded_from_a_checkpoint():
-    keys = {"CLASS_WEIGHTS": "balanced", "LOGIT_ADJUSTMENT": 0.5}
-    saved = built("cross_entropy", weighted=True)
-    loaded = build_loss(LossConfig(**keys), TAXONOMY).double()
-    names = [f"{name}_{level}" for name in ("class_weights", "logit_offsets") for level in (0, 1)]
-    assert list(saved.state_dict()) == list(loaded.state_dict()) == names
-    assert loaded(logits(), TARGETS) != saved(logits(), TARGETS)
-    loaded.load_state_dict(saved.state_dict())
-    torch.testing.assert_close(loaded(logits(), TARGETS), saved(logits(), TARGETS))
-    assert not built("cross_entropy").state_dict()
 
 
 # --- the outputs of a model ---

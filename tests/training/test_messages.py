@@ -1,7 +1,5 @@
 """What is said about training: errors, warnings with a remedy, and what is switched on."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -13,6 +11,7 @@ from linnaeus.batch_plan.effective_batch import Facts
 from linnaeus.batch_plan.plan import plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import LossConfig, OptimizerConfig
+from linnaeus.data.split_file import SPLIT_FILE, save_split
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.runtime.distributed import World
@@ -28,11 +27,17 @@ from linnaeus.training.checkpoint import (
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.losses import build_loss, logits_per_level
 from linnaeus.training.optim import build_optimizer
-from linnaeus.training.out_of_memory import StateBytes, memory_sentence
+from linnaeus.training.out_of_memory import memory_sentence
 from linnaeus.training.report import settings_without_effect
-from linnaeus.training.resume import changes_of, check_changes, check_classes
+from linnaeus.training.resume import (
+    changed_samples,
+    changes_of,
+    check_changes,
+    check_classes,
+)
 from tests.helpers.contents import whole
 from tests.helpers.greedy import SPLIT, greedy, trainer_of
+from tests.helpers.layouts import build, folders
 from tests.helpers.messages import error_of
 
 OWN = f"{__name__}.not_a_module"
@@ -40,7 +45,6 @@ TWO_LEVELS = Taxonomy(
     (Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf")))
 )
 ONE_LEVEL = Taxonomy(TWO_LEVELS.levels[1:])
-MIXED = ["DATA.AUGMENT.MIXUP=0.2", "DATA.AUGMENT.CUTMIX=1", "DATA.AUGMENT.MIX_OFF_EPOCHS=2"]
 FROZEN = "MODEL.FREEZE=backbone"
 IN_VALIDATION = ("MODEL._target_=tests.helpers.greedy.GreedyInValidation", "MODEL.largest=8")
 
@@ -69,7 +73,7 @@ def out_of_memory(folder, argv, size):
 
 def memory():
     """What held the memory, and where sizes come from."""
-    state = StateBytes(parameters=1 << 28, buffers=100)
+    state = {"parameters": 1 << 28, "buffers": 100}
     parts = {
         "held_bytes": 1 << 30,
         "outside_bytes": 3 << 30,
@@ -92,7 +96,7 @@ def memory():
     plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, Facts(16, 1, 100, 0.1))
     origins = PlannedSizes({"val": result}, plan, "").origins(config.DATA)
     return {
-        "memory": memory_sentence(state, **parts),  # type: ignore[arg-type]
+        "memory": memory_sentence(state, **parts),
         **{
             f"size of {mode}": "\n".join([o.sentence, *o.alternatives])
             for mode, o in origins.items()
@@ -151,10 +155,24 @@ def checkpoints(folder):
     return found
 
 
+def other_samples(root):
+    """What a resumed run says of images in another split, and of others."""
+    data = build(folders(root, ["train/{}", "val/{}"], num=1))
+    checkpoint, file = Checkpoint({"num_samples": 3}, {}), root / SPLIT_FILE
+    save_split(data, file)
+    assert changed_samples(checkpoint, data, root) == []
+    text = file.read_text()
+    file.write_text(text.replace(",val,", ",train,"))
+    found = {"other splits": error_of(changed_samples, checkpoint, data, root)}
+    file.write_text(text.replace("0.jpg", "1.jpg", 2))
+    return found | {"other images": "\n".join(changed_samples(checkpoint, data, root))}
+
+
 WEIGHTS = {
     "class": ("w.yaml", "family:\n  dgos: 3\n"),
     "level": ("w.yaml", "familie:\n  dogs: 3\n"),
     "value": ("w.yaml", "family:\n  dogs: many\n"),
+    "sign": ("w.yaml", "family:\n  dogs: -1\n"),
     "all 0": ("w.yaml", "family:\n  dogs: 0\n  cats: 0\n"),
     "no levels": ("w.yaml", "family: 3\n"),
     "YAML": ("w.yaml", "family: [\n"),
@@ -217,6 +235,9 @@ def test_messages(golden, tmp_path):
     messages |= memory()
     messages |= {
         f"checkpoint: {title}": text for title, text in checkpoints(tmp_path / "files").items()
+    }
+    messages |= {
+        f"resumed with {title}": text for title, text in other_samples(tmp_path / "images").items()
     }
     targets = torch.tensor([[0, 0], [1, 1], [1, 2]])
     for title, (name, text) in WEIGHTS.items():

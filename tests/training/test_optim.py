@@ -1,8 +1,5 @@
 """From the OPTIMIZER node to an optimizer."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from copy import deepcopy
 from itertools import pairwise
 
@@ -19,14 +16,14 @@ from linnaeus.training.optim import build_optimizer, peak_values, scale_values
 from linnaeus.training.schedule import Schedule
 
 
-def make_model() -> nn.Module:
+def make_model():
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.LayerNorm(4), nn.Linear(4, 2))
 
 
 class Unusual(torch.optim.SGD):
     """A user's optimizer."""
 
-    def __init__(self, params: list[nn.Parameter], lr: float, betas: list[float]) -> None:
+    def __init__(self, params, lr, betas):
         super().__init__(params, lr=lr)
         self.betas = betas
 
@@ -34,7 +31,7 @@ class Unusual(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("name", "kind"), [("AdamW", torch.optim.AdamW), ("sgd", torch.optim.SGD), ("lamb", object)]
 )
-def test_optimizers_by_the_names_of_timm(name: str, kind: type) -> None:
+def test_optimizers_by_the_names_of_timm(name, kind):
     kwargs = {"momentum": 0.3} if name == "sgd" else {}
     optimizer = build_optimizer(OptimizerConfig(NAME=name, LR=0.25, KWARGS=kwargs), make_model())
     assert optimizer.param_groups[0].get("momentum", 0.3) == 0.3
@@ -42,7 +39,7 @@ def test_optimizers_by_the_names_of_timm(name: str, kind: type) -> None:
     assert {group["lr"] for group in optimizer.param_groups} == {0.25}
 
 
-def test_no_decay_on_biases_and_norms() -> None:
+def test_no_decay_on_biases_and_norms():
     model = make_model()
     optimizer = build_optimizer(OptimizerConfig(WEIGHT_DECAY=0.125), model)
     decay = {
@@ -55,16 +52,16 @@ def test_no_decay_on_biases_and_norms() -> None:
     assert {value for name, value in names.items() if name not in ("0.weight", "3.weight")} == {0}
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_left_out():
     model = make_model()
-    model[0].requires_grad_(False)  # type: ignore[index]
+    model[0].requires_grad_(False)
     for node in (OptimizerConfig(), {"_target_": "torch.optim.SGD", "lr": 0.1}):
         optimizer = build_optimizer(node, model)
         found = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         assert found == {parameter for parameter in model.parameters() if parameter.requires_grad}
 
 
-def test_a_users_optimizer_gets_the_parameters_and_plain_values() -> None:
+def test_a_users_optimizer_gets_the_parameters_and_plain_values():
     model = make_model()
     node = {"_target_": f"{__name__}.Unusual", "lr": 0.5, "betas": [0.9, 0.95]}
     optimizer = build_optimizer(node, model)
@@ -76,12 +73,7 @@ def test_a_users_optimizer_gets_the_parameters_and_plain_values() -> None:
     )
 
 
-def test_an_optimizer_written_as_partial_works_too() -> None:
-    node = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5}
-    assert isinstance(build_optimizer(node, make_model()), torch.optim.SGD)
-
-
-def test_every_group_is_scaled_and_a_factor_of_one_changes_no_bit() -> None:
+def test_every_group_is_scaled_and_a_factor_of_one_changes_no_bit():
     optimizer = build_optimizer(OptimizerConfig(LR=0.1 + 0.2, WEIGHT_DECAY=0.05), make_model())
     scale_values(optimizer, lr_scale=1.0, weight_decay_scale=1.0)
     assert {group["lr"] for group in optimizer.param_groups} == {0.1 + 0.2}
@@ -95,7 +87,7 @@ def test_every_group_is_scaled_and_a_factor_of_one_changes_no_bit() -> None:
 CLASSES = 5
 
 
-def classifier(name: str) -> tuple[HierarchicalClassifier, nn.Module]:
+def classifier(name):
     """A model, and timm's own with the same weights."""
     torch.manual_seed(0)
     own = timm.create_model(
@@ -109,9 +101,7 @@ def classifier(name: str) -> tuple[HierarchicalClassifier, nn.Module]:
     return model, own
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, set_rate: Callable[[int], object]
-) -> None:
+def train(model, optimizer, set_rate):
     """Four steps on the same samples each time, with the rate of each step set before it."""
     for step in range(4):
         set_rate(step)
@@ -126,7 +116,7 @@ def train(
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet"])
-def test_layer_decay_trains_as_timm_does(name: str) -> None:
+def test_layer_decay_trains_as_timm_does(name):
     ours, theirs = classifier(name)
     equal_rates, _ = classifier(name)
     reference = create_optimizer_v2(theirs, opt="sgd", lr=0.1, weight_decay=0.1, layer_decay=0.6)
@@ -143,7 +133,7 @@ def test_layer_decay_trains_as_timm_does(name: str) -> None:
     for key, parameter in ours.named_parameters():
         their = key.removeprefix("backbone.").replace(
             "heads.0", str(theirs.pretrained_cfg["classifier"])
-        )  # type: ignore[index]
+        )
         torch.testing.assert_close(parameter, expected[their], rtol=1e-4, atol=1e-6)
         num_different += not torch.allclose(
             equal_rates.get_parameter(key), expected[their], rtol=1e-3
@@ -151,7 +141,7 @@ def test_layer_decay_trains_as_timm_does(name: str) -> None:
     assert num_different > len(expected) / 2  # the comparison sees rates that are not timm's
 
 
-def test_heads_are_the_last_layer_and_can_have_a_rate_of_their_own() -> None:
+def test_heads_are_the_last_layer_and_can_have_a_rate_of_their_own():
     model, _ = classifier("test_vit")
     config = OptimizerConfig(LR=0.5, LAYER_DECAY=0.5, HEAD_LR_SCALE=10, WEIGHT_DECAY=0.1)
     optimizer = build_optimizer(config, model)
@@ -173,7 +163,7 @@ def test_heads_are_the_last_layer_and_can_have_a_rate_of_their_own() -> None:
     blocks = [
         found[f"backbone.blocks.{index}.mlp.fc1.weight"]
         for index in range(len(model.backbone.blocks))
-    ]  # type: ignore[arg-type]
+    ]
     assert blocks == sorted(blocks)
     assert all(b == 2 * a for a, b in pairwise(blocks))
     Schedule(ScheduleConfig(NAME="constant"), optimizer, steps_per_epoch=[4], warmup_steps=0)

@@ -1,10 +1,5 @@
 """Training that runs out of memory: the step is taken again in smaller parts, or the error says why not."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,7 +7,7 @@ from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import OutOfMemoryError
-from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import load_checkpoint
 from linnaeus.training.out_of_memory import (
     SizeOrigin,
@@ -36,14 +31,14 @@ PLACES = {"forward": (EFFECTIVE,), "backward": HALF_PRECISION}
 """Where memory runs out, and the options of the training."""
 
 
-def trained(folder: Path, *argv: str, size: int = 16) -> dict[str, Any]:
+def trained(folder, *argv, size=16):
     """The last checkpoint of a whole training."""
     with trainer_of(folder, SPLIT, *argv, size=size) as trainer:
         trainer.fit()
     return load_checkpoint(folder / "checkpoints/last.pt")
 
 
-def failure(folder: Path, *argv: str, **sizes: int) -> str:
+def failure(folder, *argv, **sizes):
     """The error with which a training ends."""
     with trainer_of(folder, *argv, **sizes) as trainer, pytest.raises(OutOfMemoryError) as caught:
         trainer.fit()
@@ -51,14 +46,14 @@ def failure(folder: Path, *argv: str, **sizes: int) -> str:
     return str(caught.value)
 
 
-def of_training(content: dict[str, Any]) -> Any:
+def of_training(content):
     """All that depends on the steps, comparable bit by bit."""
     progress = {name: value for name, value in content["progress"].items() if name != "seconds"}
     return bits([progress, *(content[name] for name in ("state", "rng"))])
 
 
 @pytest.fixture(scope="module")
-def smaller(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def smaller(tmp_path_factory):
     """Checkpoints of trainings with micro-batches of 8 from the start."""
     return {
         where: trained(tmp_path_factory.mktemp(where), *options, size=8)
@@ -67,9 +62,7 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_step_taken_again_leaves_every_bit_of_smaller_micro_batches(
-    tmp_path: Path, where: str, smaller: dict[str, dict[str, Any]]
-) -> None:
+def test_a_step_taken_again_leaves_every_bit_of_smaller_micro_batches(tmp_path, where, smaller):
     """Also buffers, generators and gradient scaler, which the failed step has changed."""
     found = trained(tmp_path, *PLACES[where], *greedy(8, where=where))
     assert of_training(found) == of_training(smaller[where])
@@ -77,10 +70,10 @@ def test_a_step_taken_again_leaves_every_bit_of_smaller_micro_batches(
     assert found["state"]["model"]["num_samples"] == 2 * 96  # without those of the step that failed
 
 
-def test_so_does_a_step_that_fails_while_gradients_are_clipped(tmp_path, monkeypatch) -> None:
+def test_so_does_a_step_that_fails_while_gradients_are_clipped(tmp_path, monkeypatch):
     clip, calls = torch.nn.utils.clip_grad_norm_, []
 
-    def clip_or_fail(*arguments: Any) -> torch.Tensor:
+    def clip_or_fail(*arguments):
         calls.append(arguments)
         if len(calls) == 3:
             allocate_too_much()
@@ -92,9 +85,7 @@ def test_so_does_a_step_that_fails_while_gradients_are_clipped(tmp_path, monkeyp
     assert found["progress"]["step"] == 6
 
 
-def test_without_the_fault_nothing_is_split(
-    tmp_path: Path, smaller: dict[str, dict[str, Any]]
-) -> None:
+def test_without_the_fault_nothing_is_split(tmp_path, smaller):
     plain = trained(tmp_path / "a", EFFECTIVE)
     assert "micro_batch_limit" not in plain
     with trainer_of(tmp_path / "c", EFFECTIVE) as trainer:
@@ -105,7 +96,7 @@ def test_without_the_fault_nothing_is_split(
     )  # so equal bits say that a step was split
 
 
-def test_odd_micro_batches_are_split_and_weighted_by_their_samples(tmp_path: Path) -> None:
+def test_odd_micro_batches_are_split_and_weighted_by_their_samples(tmp_path):
     odd = ("TRAIN.EFFECTIVE_BATCH_SIZE=7", "TRAIN.EPOCHS=1")
     split = trained(tmp_path / "a", *odd, *greedy(4), size=7)
     whole = trained(tmp_path / "b", *odd, size=7)["state"]["model"]
@@ -118,13 +109,13 @@ def test_odd_micro_batches_are_split_and_weighted_by_their_samples(tmp_path: Pat
 # Errors.
 
 
-def test_a_step_that_is_not_taken_again_is_an_error(tmp_path: Path) -> None:
+def test_a_step_that_is_not_taken_again_is_an_error(tmp_path):
     """`test_messages.py` has the other reasons."""
     assert "step 4" in failure(tmp_path, *greedy(8, from_step=3))
     assert load_checkpoint(tmp_path / "checkpoints/last.pt")["progress"]["step"] == 3
 
 
-def test_validation_that_runs_out_of_memory_keeps_the_checkpoint(tmp_path: Path) -> None:
+def test_validation_that_runs_out_of_memory_keeps_the_checkpoint(tmp_path):
     model = (SPLIT, f"{MODEL}.GreedyInValidation", "MODEL.largest=8", "MODEL.from_sample=32")
     assert "DATA.BATCH_SIZE_VAL below 16" in failure(tmp_path, *model)
     progress = load_checkpoint(tmp_path / "checkpoints/last.pt")["progress"]
@@ -134,13 +125,13 @@ def test_validation_that_runs_out_of_memory_keeps_the_checkpoint(tmp_path: Path)
 
 
 @pytest.mark.parametrize("in_training", [True, False])
-def test_another_error_is_raised_as_it_is(tmp_path: Path, in_training: bool) -> None:
+def test_another_error_is_raised_as_it_is(tmp_path, in_training):
     broken = (SPLIT, f"{MODEL}.Broken", f"MODEL.in_training={in_training}")
     with trainer_of(tmp_path, *broken) as trainer, pytest.raises(ZeroDivisionError):
         trainer.fit()
 
 
-def assembled(*argv: str) -> tuple[Any, Assembly]:
+def assembled(*argv):
     config = load_config([*OPTIONS, *argv]).config
     data, world = build_data(config.DATA, seed=0), World(torch.device("cpu"))
     return config, assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
@@ -156,9 +147,7 @@ def assembled(*argv: str) -> tuple[Any, Assembly]:
         (("MODEL.norm=BatchNorm1d",), 2, set()),  # of one sample BatchNorm has no variance
     ],
 )
-def test_only_remedies_with_an_effect_are_named(
-    argv: tuple[str, ...], size: int, keys: set[str]
-) -> None:
+def test_only_remedies_with_an_effect_are_named(argv, size, keys):
     config, assembly = assembled(*argv)
     origin = SizeOrigin(size, "", "KEY", ("OTHER below 0.7",))
     found = [*train_remedies(config.TRAIN, assembly, size, size, origin)]
@@ -167,6 +156,6 @@ def test_only_remedies_with_an_effect_are_named(
 
 
 @pytest.mark.parametrize("has_average", [True, False])
-def test_an_update_needs_less_without_an_average(has_average: bool) -> None:
+def test_an_update_needs_less_without_an_average(has_average):
     _, assembly = assembled(f"TRAIN.EMA.ENABLED={has_average}")
     assert any("TRAIN.EMA.ENABLED" in remedy for remedy in update_remedies(assembly)) == has_average

@@ -1,28 +1,25 @@
 """Whole runs that run out of memory, in one process and in two, and real shortages of the process."""
 
-from __future__ import annotations
-
 import json
 import resource
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linnaeus.autobatch.memory.host import status_bytes
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.training.checkpoint import load_checkpoint
 from tests.helpers import forks
-from tests.helpers.forks import ROOT, Outcome
+from tests.helpers.forks import ROOT
 from tests.helpers.greedy import SPLIT, greedy
-from tests.helpers.runs import TORCHRUN, Run, checkpoint_of, weights
+from tests.helpers.runs import TORCHRUN, checkpoint_of, weights
 from tests.helpers.small_runs import PLAIN, assert_same_states, curve
 
 MIB = 1 << 20
 
 
-def limit_growth(mebibytes: int) -> None:
+def limit_growth(mebibytes):
     """Let the process grow by so much, and no further."""
     limit = status_bytes("VmData") + mebibytes * MIB
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
@@ -31,18 +28,18 @@ def limit_growth(mebibytes: int) -> None:
 class Convolutions(nn.Module):
     """Large activations and oneDNN's kernels; from the first step on the process may grow by so many MiB."""
 
-    def __init__(self, num_classes: int, mebibytes: int = 0) -> None:
+    def __init__(self, num_classes, mebibytes=0):
         super().__init__()
         self.first, self.second = nn.Conv2d(1, 16, 3), nn.Conv2d(16, 16, 3)
         self.head = nn.Linear(16, num_classes)
         self.mebibytes = mebibytes
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         if self.training and self.mebibytes:
             limit_growth(self.mebibytes)
             self.mebibytes = 0
         inputs = inputs[:, :1, None, None].expand(-1, 1, 240, 240)
-        return self.head(self.second(self.first(inputs).relu()).relu().mean(dim=(2, 3)))  # type: ignore[no-any-return]
+        return self.head(self.second(self.first(inputs).relu()).relu().mean(dim=(2, 3)))
 
 
 RUN = (
@@ -59,19 +56,17 @@ IN_VALIDATION = ("MODEL._target_=tests.helpers.greedy.GreedyInValidation", "MODE
 SAYS_SPLIT = "taken again"
 
 
-def sized(largest: int) -> str:
+def sized(largest):
     return f"DATA.BATCH_SIZE={largest}"
 
 
-def split_run(run: Run, name: str, *options: str) -> Outcome:
+def split_run(run, name, *options):
     outcome = run(*RUN, SPLIT, f"EXPERIMENT.NAME={name}", *options)
     assert outcome.code == 0, outcome.err
     return outcome
 
 
-def test_a_resumed_run_keeps_to_the_smaller_micro_batches(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_keeps_to_the_smaller_micro_batches(run, tmp_path, monkeypatch):
     fault = (*greedy(8, from_step=3), "TRAIN.LOG_EVERY=5")  # an average over the interruption too
     split_run(run, "whole", *fault)
     monkeypatch.setenv("INTERRUPT_AT", str(16 * 8))
@@ -92,7 +87,7 @@ def test_a_resumed_run_keeps_to_the_smaller_micro_batches(
 
 
 @pytest.mark.e2e
-def test_sizes_that_autobatch_found_are_split_and_kept(run: Run, tmp_path: Path) -> None:
+def test_sizes_that_autobatch_found_are_split_and_kept(run, tmp_path):
     searched = (
         "DATA.AUTOBATCH.ENABLED=True",
         "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
@@ -121,7 +116,7 @@ CONVOLUTIONS = (
 
 
 @pytest.mark.slow
-def test_a_real_shortage_is_survived_or_ends_the_run(run_in_child: Run, tmp_path: Path) -> None:
+def test_a_real_shortage_is_survived_or_ends_the_run(run_in_child, tmp_path):
     outcome = run_in_child(*CONVOLUTIONS, SPLIT, "MODEL.mebibytes=200")
     assert outcome.code == 0, outcome.err
     assert SAYS_SPLIT in outcome.out + outcome.err
@@ -140,7 +135,7 @@ TWO = (*(token for token in RUN if "EFFECTIVE" not in token), "TRAIN.EFFECTIVE_B
 """Three epochs of three steps of 32 samples, 16 on each of two ranks."""
 
 
-def two_ranks(folder: Path, *argv: str, max_restarts: int = 0) -> Outcome:
+def two_ranks(folder, *argv, max_restarts=0):
     command = [
         *TORCHRUN,
         "--nproc_per_node=2",
@@ -151,7 +146,7 @@ def two_ranks(folder: Path, *argv: str, max_restarts: int = 0) -> Outcome:
     return forks.python(*command, *TWO, *argv, cwd=folder, env={"PYTHONPATH": str(ROOT)})
 
 
-def assert_close_weights(folder: Path, other: Path) -> None:
+def assert_close_weights(folder, other):
     for name, tensor in weights(other).items():
         torch.testing.assert_close(weights(folder)[name], tensor, rtol=2e-3, atol=2e-4)
 
@@ -168,8 +163,8 @@ def assert_close_weights(folder: Path, other: Path) -> None:
     ],
 )
 def test_ranks_end_with_a_checkpoint_and_the_next_attempt_goes_on_smaller(
-    tmp_path: Path, rank: int, from_step: int, where: str
-) -> None:
+    tmp_path, rank, from_step, where
+):
     folder = tmp_path / "runs/fault"
     clip = "TRAIN.CLIP_GRAD_NORM=100"
     fault = (
@@ -201,13 +196,13 @@ def test_ranks_end_with_a_checkpoint_and_the_next_attempt_goes_on_smaller(
 
 
 @pytest.mark.e2e
-def test_without_split_the_ranks_end_without_a_checkpoint(tmp_path: Path) -> None:
+def test_without_split_the_ranks_end_without_a_checkpoint(tmp_path):
     assert two_ranks(tmp_path, *greedy(8), "MODEL.rank=1").code != 0
     assert not list((tmp_path / "runs/plain").glob("checkpoints/*.pt"))
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_the_ranks_until_they_fit(tmp_path: Path) -> None:
+def test_torchrun_restarts_the_ranks_until_they_fit(tmp_path):
     outcome = two_ranks(tmp_path, *greedy(4, from_step=2), "MODEL.rank=1", SPLIT, max_restarts=2)
     assert outcome.code == 0, outcome.err
     assert checkpoint_of(tmp_path / "runs/plain")["micro_batch_limit"] == 4
@@ -216,8 +211,8 @@ def test_torchrun_restarts_the_ranks_until_they_fit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_validation_of_one_rank_that_runs_out_of_memory_ends_all_and_keeps_the_checkpoint(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     model = (*IN_VALIDATION, "MODEL.from_sample=70", "MODEL.rank=1")
     ended = two_ranks(tmp_path, *model, SPLIT)
     assert ended.code != 0

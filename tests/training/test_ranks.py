@@ -1,7 +1,5 @@
 """The same figures everywhere: what several real processes compute is what one computes."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np
@@ -14,7 +12,6 @@ from torch.profiler import profile
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.functional.classification import multilabel_average_precision, multilabel_f1_score
 
-from linnaeus.config.schema import LossConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.models.hierarchical import HierarchicalClassifier
@@ -22,7 +19,6 @@ from linnaeus.runtime.distributed import World
 from linnaeus.training.accuracy import ClassificationMetrics
 from linnaeus.training.checkpoint import broadcast_state
 from linnaeus.training.ddp import distribute_batchnorm, wrap
-from linnaeus.training.distill import Distillation
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import TaxonomicCrossEntropy
 from linnaeus.training.precision import Precision
@@ -46,7 +42,6 @@ def work(rank, folder):
         if rank < world_size:
             with group_of(world_size, rank, folder) as world:
                 results |= gradients(world)
-                results["taught", world_size] = taught(world)
                 results |= validations(world)
                 if world_size == 3:
                     results["three"] = distributed(world)
@@ -149,37 +144,6 @@ def gradients(world):
         loss = world.mean(step([Batch(*parts) for parts in zip(*mine, strict=True)], steps))
         results[kind.__name__, name, world.world_size, steps] = found, float(loss)
     return results
-
-
-def taught(world):
-    """The gradients of one step with a teacher."""
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    optimizer.register_step_pre_hook(
-        lambda *_: found.extend(parameter.grad.clone() for parameter in model.parameters())
-    )
-    torch.manual_seed(1)
-    teacher = HierarchicalClassifier(nn.Linear(NUM_FEATURES, 16), 16, NUM_CLASSES)
-    taxonomy = Taxonomy(
-        tuple(
-            Level(name, tuple(map(str, range(count))))
-            for name, count in zip(LEVELS, NUM_CLASSES, strict=True)
-        )
-    )
-    distillation = Distillation(teacher, taxonomy, LossConfig(DISTILL_WEIGHT=0.8), nn.Identity())
-    criterion = TaxonomicCrossEntropy(LEVELS, (1.0, 1.0))
-    step = plain_step(wrap(model, world), criterion, optimizer, distillation=distillation)
-    step([Batch(*(part[world.rank :: world.world_size] for part in effective_batch()[:2]))])
-    return found
-
-
-def test_a_teachers_gradient_is_that_of_one_process(ranks):
-    for found in (ranks[0]["taught", 2], ranks[1]["taught", 2]):
-        for one, two in zip(ranks[0]["taught", 1], found, strict=True):
-            torch.testing.assert_close(one, two)
-    without = ranks[0]["TaxonomicCrossEntropy", "plain", 1, 1][0]
-    assert not torch.allclose(ranks[0]["taught", 1][0], without[0])
 
 
 def by_hand(name):

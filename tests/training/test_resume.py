@@ -1,10 +1,6 @@
 """What a resumed run may change, and what is said about it."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +18,7 @@ from linnaeus.training.resume import (
     is_finished,
     restore_generators,
     resumed_nodes,
+    resumed_progress,
 )
 from tests.helpers.contents import whole
 
@@ -29,7 +26,7 @@ CPU = torch.device("cpu")
 ALONE = World(CPU)
 
 
-def nodes_of(**options: Any) -> dict[str, Any]:
+def nodes_of(**options):
     """Nodes with some keys set, such as `OPTIMIZER_LR`."""
     nodes = {
         "MODEL": ModelConfig,
@@ -37,23 +34,21 @@ def nodes_of(**options: Any) -> dict[str, Any]:
         "OPTIMIZER": OptimizerConfig,
         "SCHEDULE": ScheduleConfig,
     }
-    values: dict[str, dict[str, Any]] = {name: {} for name in nodes}
+    values = {name: {} for name in nodes}
     for option, value in options.items():
         name, _, key = option.partition("_")
         values[name][key] = value
     return {name: dataclasses.asdict(kind(**values[name])) for name, kind in nodes.items()}
 
 
-def refusal(
-    resume_with: str | None, now: dict[str, Any], before: dict[str, Any] | None = None
-) -> str:
+def refusal(resume_with, now, before=None):
     """The message for a run that may not be resumed."""
     with pytest.raises(ConfigError) as caught:
         check_changes(changes_of(before or nodes_of(), now), resume_with)
     return str(caught.value)
 
 
-def test_nodes_are_plain_values_that_a_checkpoint_can_hold(tmp_path: Path) -> None:
+def test_nodes_are_plain_values_that_a_checkpoint_can_hold(tmp_path):
     nodes = resumed_nodes(Config(MODEL={"_target_": "a.B", "width": 3}))
     assert nodes["MODEL"]["width"] == 3
     torch.save(nodes, tmp_path / "nodes.pt")
@@ -61,9 +56,7 @@ def test_nodes_are_plain_values_that_a_checkpoint_can_hold(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("value", "is_refused"), [(None, False), (0.5, True)])
-def test_a_key_that_the_checkpoint_does_not_know_has_its_default(
-    tmp_path: Path, value: float | None, is_refused: bool
-) -> None:
+def test_a_key_that_the_checkpoint_does_not_know_has_its_default(tmp_path, value, is_refused):
     before, now = nodes_of(), nodes_of(OPTIMIZER_LAYER_DECAY=value)
     del before["OPTIMIZER"]["LAYER_DECAY"], before["MODEL"]["FREEZE"]
     folder = CheckpointFolder(tmp_path)
@@ -90,8 +83,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("option", RATES | OTHERS)
 def test_another_rate_is_refused_unless_it_is_asked_for_and_another_optimizer_always(
-    option: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    option, caplog
+):
     value, texts = (RATES | OTHERS)[option]
     now = nodes_of(**{option: value})
     message = refusal(None, now)
@@ -106,14 +99,14 @@ def test_another_rate_is_refused_unless_it_is_asked_for_and_another_optimizer_al
     assert option.replace("_", ".", 1) in caplog.text
 
 
-def test_an_optimizer_of_the_users_own_may_change_its_rate() -> None:
+def test_an_optimizer_of_the_users_own_may_change_its_rate():
     before, now = ({"OPTIMIZER": {"_target_": "torch.optim.SGD", "lr": lr}} for lr in (0.1, 0.2))
     assert "OPTIMIZER.lr" in refusal(None, now, before)
     check_changes(changes_of(before, now), "lr")
     assert "OPTIMIZER._target_" in refusal("lr", nodes_of(), before)
 
 
-def test_model_and_loss_may_change_where_the_state_fits(tmp_path: Path) -> None:
+def test_model_and_loss_may_change_where_the_state_fits(tmp_path):
     checkpoints = CheckpointFolder(tmp_path)
     checkpoints.save(whole(config=nodes_of(), state={}))
     now = nodes_of(MODEL_DROP_RATE=0.5, LOSS_LABEL_SMOOTHING=0.1)
@@ -130,8 +123,8 @@ def test_model_and_loss_may_change_where_the_state_fits(tmp_path: Path) -> None:
     [(3, 3, True, True), (3, 2, True, True), (2, 3, True, False), (3, 3, False, False)],
 )
 def test_a_run_is_finished_when_its_epochs_and_its_result_are_there(
-    tmp_path: Path, epochs_done: int, num_epochs: int, has_result: bool, finished: bool
-) -> None:
+    tmp_path, epochs_done, num_epochs, has_result, finished
+):
     if has_result:
         (tmp_path / "result.json").write_text("{}")
     progress, train = (
@@ -141,7 +134,7 @@ def test_a_run_is_finished_when_its_epochs_and_its_result_are_there(
     assert is_finished(progress, train, tmp_path / "result.json", ALONE) is finished
 
 
-def test_generators_are_restored_on_as_many_ranks_and_seeded_on_others() -> None:
+def test_generators_are_restored_on_as_many_ranks_and_seeded_on_others():
     seed_all(5)
     states = [rng_state(CPU)]
     expected = torch.rand(3)
@@ -154,3 +147,17 @@ def test_generators_are_restored_on_as_many_ranks_and_seeded_on_others() -> None
         drawn.append(torch.rand(3).tolist())
     assert drawn[0] == drawn[4]
     assert len({tuple(values) for values in [expected.tolist(), *drawn]}) == 5
+
+
+@pytest.mark.parametrize(("now", "is_kept"), [("top1/a", True), ("top1/b", False)])
+def test_the_best_of_another_metric_is_forgotten(now, is_kept):
+    stopping = Config().TRAIN.EARLY_STOPPING
+    best = {"best": [(0.5, -1.0, 1)], "best_epoch": 1, "watched_best": 0.5, "num_stale": 2}
+    config = {"TRAIN": {"EARLY_STOPPING": dataclasses.asdict(stopping)}}
+    saved = whole(headline="top1/a", config=config)
+    saved["progress"] |= best
+    found = vars(resumed_progress(saved, now, stopping))
+    new = vars(TrainingProgress(1))
+    assert {name: found[name] for name in best} == (
+        best if is_kept else {name: new[name] for name in best}
+    )

@@ -1,7 +1,5 @@
 """Every key that a resumed run takes with another value is in force, or the run is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -241,12 +239,9 @@ TAXONOMY = Taxonomy((Level("kind", ("a", "b")), Level("piece", ("k", "l", "m")))
     ("levels", "named"),
     [
         ({"kind": "ab", "piece": "klz"}, ["piece", "added 'z'", "removed 'm'"]),
-        ({"kind": "ab", "piece": "klmn"}, ["added 'n'"]),
-        ({"kind": "ab", "piece": "kl"}, ["removed 'm'"]),
         ({"kind": "ab", "piece": "lkm"}, ["piece"]),
         ({"kind": "ab", "piece": "mnopqrstu"}, ["and 3 more"]),
         ({"kind": "ab", "species": "klm"}, ["kind, piece", "kind, species"]),
-        ({"piece": "klm"}, ["kind, piece"]),
         ({}, ["none"]),
     ],
 )

@@ -1,7 +1,5 @@
 """Checkpoints of sharded runs: exact, for any number of processes, and whole whatever happens to these."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc
@@ -12,15 +10,13 @@ import shutil
 import signal
 import sys
 import zlib
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
@@ -39,9 +35,9 @@ from tests.helpers import forks
 from tests.helpers.bits import bits
 from tests.helpers.contents import whole
 from tests.helpers.forks import ROOT
-from tests.helpers.processes import Results, compute, group_of
-from tests.helpers.runs import SMALL, Run
-from tests.helpers.small_runs import NAME, PLAIN, Clusters, curve, lines_of, validations_of
+from tests.helpers.processes import compute, group_of
+from tests.helpers.runs import SMALL
+from tests.helpers.small_runs import NAME, PLAIN, Clusters, lines_of, validations_of
 
 pytestmark = pytest.mark.distributed
 
@@ -50,22 +46,18 @@ GLOBAL_BATCH = 12
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, norm: type[nn.Module]) -> None:
+    def __init__(self, width, norm):
         super().__init__()
         self.linear, self.norm = nn.Linear(width, width), norm(width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + nn.functional.relu(self.norm(self.linear(x)))
 
 
-def make_state(
-    world: World, norm: type[nn.Module] = nn.BatchNorm1d, seed: int = 0
-) -> TrainingState:
+def make_state(world, norm=nn.BatchNorm1d, seed=0):
     """Five rows of weights for two processes, and one, and a bias of one element."""
     torch.manual_seed(seed)
-    model: nn.Module = nn.Sequential(
-        nn.Linear(4, 5), Block(5, norm), Block(5, norm), nn.Linear(5, 1)
-    )
+    model = nn.Sequential(nn.Linear(4, 5), Block(5, norm), Block(5, norm), nn.Linear(5, 1))
     sharding = DistConfig(SHARDING="full")
     average = shard(model, sharding, world, with_average=True) if world.is_distributed else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -75,7 +67,7 @@ def make_state(
     )
 
 
-def train(state: TrainingState, world: World, steps: range) -> list[float]:
+def train(state, world, steps):
     """The losses of these steps, each over the same samples for any number of processes."""
     losses = []
     for step in steps:
@@ -91,11 +83,9 @@ def train(state: TrainingState, world: World, steps: range) -> list[float]:
     return losses
 
 
-def save(
-    checkpoints: CheckpointFolder, state: TrainingState, world: World, step: int, **options: Any
-) -> None:
+def save(checkpoints, state, world, step, **options):
     """As the trainer does."""
-    content: dict[str, Any] = {"state": state.state_dict()}
+    content = {"state": state.state_dict()}
     if world.is_distributed:
         assert state.ema is not None
         distribute_batchnorm(state.model, state.ema.module, world)
@@ -104,7 +94,7 @@ def save(
         checkpoints.save(whole(step=step) | content, **options)
 
 
-def restore(folder: Path, world: World, norm: type[nn.Module] = nn.BatchNorm1d) -> TrainingState:
+def restore(folder, world, norm=nn.BatchNorm1d):
     """A state of other weights, into which the latest checkpoint was loaded."""
     state = make_state(world, norm, seed=99)
     checkpoint = CheckpointFolder(folder, is_sharded=world.is_distributed).load_latest(world)
@@ -113,9 +103,9 @@ def restore(folder: Path, world: World, norm: type[nn.Module] = nn.BatchNorm1d) 
     return state
 
 
-def full(state: TrainingState) -> dict[str, Any]:
+def full(state):
     """The state with whole tensors. Every rank must call this."""
-    gathered: dict[str, Any] = nest.map_leaves(
+    gathered = nest.map_leaves(
         lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, state.state_dict()
     )
     return copy.deepcopy(gathered)
@@ -124,8 +114,8 @@ def full(state: TrainingState) -> dict[str, Any]:
 # --- what the processes do: two are started once, and form groups of two and one ---
 
 
-def work(rank: int, folder: str) -> Results:
-    results: Results = {}
+def work(rank, folder):
+    results = {}
     places = {name: Path(folder) / name for name in ("exact", "chain", "plain", "twice", "full")}
     alone = World(CPU)
     if rank == 0:
@@ -160,14 +150,14 @@ def work(rank: int, folder: str) -> Results:
     return results
 
 
-def uninterrupted_and_resumed(folder: Path, world: World) -> Results:
+def uninterrupted_and_resumed(folder, world):
     state = make_state(world)
     train(state, world, range(2))
     checkpoints = CheckpointFolder(folder)
     save(checkpoints, state, world, 2)
     train(state, world, range(2, 3))
     save(checkpoints, state, world, 3, is_best=True)
-    results: Results = {"saved": full(state)}
+    results = {"saved": full(state)}
     train(state, world, range(3, 6))
     resumed = restore(folder, world)
     train(resumed, world, range(3, 6))
@@ -176,23 +166,23 @@ def uninterrupted_and_resumed(folder: Path, world: World) -> Results:
     return results | {"on": full(state), "resumed": full(resumed), "unrestored": full(unrestored)}
 
 
-def saved_often(folder: Path, world: World) -> Results:
+def saved_often(folder, world):
     """The files after saving in the same step, and after more steps; the root's parameter after a pass."""
     state, checkpoints = make_state(world), CheckpointFolder(folder, keep=1)
-    files: list[list[str]] = []
+    files = []
     for step, is_best in ((1, True), (1, False), (2, False), (3, False), (4, True), (5, False)):
         save(checkpoints, state, world, step, is_best=is_best)
         files.append(sorted(path.name for path in folder.iterdir()))
     return {"files": files}
 
 
-def refused_by_the_disk(folder: Path, world: World) -> Results:
+def refused_by_the_disk(folder, world):
     """The error where rank 1 cannot write its shards, and the step of the checkpoint that there is then."""
     state, checkpoints = make_state(world), CheckpointFolder(folder)
     save(checkpoints, state, world, 1)
     is_full = world.rank == 1
 
-    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    def refuse(event, arguments):
         if is_full and event == "open" and str(arguments[0]).endswith("__1_0.distcp"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -208,23 +198,23 @@ def refused_by_the_disk(folder: Path, world: World) -> Results:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[Results]:
+def ranks(folder):
     """What each process has computed, by rank."""
     return compute(__name__, 2, folder)
 
 
 @pytest.fixture
-def saved(ranks: list[Results], folder: Path, tmp_path: Path) -> Path:
+def saved(ranks, folder, tmp_path):
     """A copy of the checkpoints of steps 2 and 3."""
     return Path(shutil.copytree(folder / "exact", tmp_path / "exact"))
 
 
-def test_training_goes_on_bit_for_bit(ranks: list[Results]) -> None:
+def test_training_goes_on_bit_for_bit(ranks):
     for results in ranks:
         assert bits(results["on"]) == bits(results["resumed"])
         assert bits(results["on"]["model"]) != bits(results["unrestored"]["model"])
@@ -232,9 +222,7 @@ def test_training_goes_on_bit_for_bit(ranks: list[Results]) -> None:
     assert moments.keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def test_a_file_that_points_to_shards_reads_as_one_of_an_unsharded_run(
-    ranks: list[Results], saved: Path
-) -> None:
+def test_a_file_that_points_to_shards_reads_as_one_of_an_unsharded_run(ranks, saved):
     state = load_checkpoint(saved / "last.pt")["state"]
     assert bits(state) == bits(ranks[0]["saved"])
     unsharded = make_state(World(CPU))
@@ -246,19 +234,19 @@ def test_a_file_that_points_to_shards_reads_as_one_of_an_unsharded_run(
     assert bits(load_checkpoint(saved.parent / "elsewhere.pt")["state"]) == bits(state)
 
 
-def test_an_unsharded_file_is_read_by_a_sharded_run(ranks: list[Results]) -> None:
+def test_an_unsharded_file_is_read_by_a_sharded_run(ranks):
     for results in ranks:
         assert bits(results["from plain"]) == bits(ranks[0]["plain"])
         assert results["losses from plain"] == pytest.approx(ranks[0]["plain losses"][3:], rel=1e-5)
 
 
-def test_two_processes_then_one_then_two_train_as_one(ranks: list[Results]) -> None:
+def test_two_processes_then_one_then_two_train_as_one(ranks):
     expected = ranks[0]["plain losses"]
     assert ranks[0]["chain losses"] == pytest.approx(expected, rel=1e-5)
     assert all(abs(one - other) > 1e-4 * one for one, other in pairwise(expected))
 
 
-def test_shards_stay_as_long_as_a_checkpoint_names_them(ranks: list[Results]) -> None:
+def test_shards_stay_as_long_as_a_checkpoint_names_them(ranks):
     shards = [[name for name in names if name.startswith("shards")] for names in ranks[0]["files"]]
     one, two = "shards_00000001", "shards_00000002"
     assert shards[:3] == [[one], [one, f"{one}_"], [one, f"{one}_", two]]
@@ -269,21 +257,21 @@ def test_shards_stay_as_long_as_a_checkpoint_names_them(ranks: list[Results]) ->
     ]
 
 
-def test_a_rank_that_does_not_see_the_folder_ends_all(ranks: list[Results]) -> None:
+def test_a_rank_that_does_not_see_the_folder_ends_all(ranks):
     assert "rank 1" in ranks[0]["unseen"]
     assert ranks[0]["unseen"] == ranks[1]["unseen"]
 
 
 def test_a_disk_that_refuses_one_rank_ends_all_and_leaves_the_checkpoint_before(
-    ranks: list[Results],
-) -> None:
+    ranks,
+):
     for results in ranks:
         assert "the disk is full" in results["refused"]
         assert results["after"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*NoCloseWriter")  # torch's, from Python 3.13 on: closed twice
-def test_the_reason_of_a_disk_that_refuses_a_part_of_a_tensor_is_told(small_disk: Path) -> None:
+def test_the_reason_of_a_disk_that_refuses_a_part_of_a_tensor_is_told(small_disk):
     with (
         pytest.warns(UserWarning, match="single process"),
         pytest.raises(CheckpointException) as caught,
@@ -300,17 +288,17 @@ def test_the_reason_of_a_disk_that_refuses_a_part_of_a_tensor_is_told(small_disk
 # --- damage ---
 
 
-def newest_shards(folder: Path) -> Path:
+def newest_shards(folder):
     return folder / "shards_00000003"
 
 
-def flip(path: Path) -> None:
+def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def flip_a_value(folder: Path) -> None:
+def flip_a_value(folder):
     """Of the first moment of the largest parameter: no structure of the file is touched."""
     path = newest_shards(folder) / "__0_0.distcp"
     state = load_checkpoint(folder / "last.pt")["state"]["optimizer"]["state"]
@@ -320,7 +308,7 @@ def flip_a_value(folder: Path) -> None:
     path.write_bytes(data)
 
 
-def plant(folder: Path) -> None:
+def plant(folder):
     """Code that runs when the list of tensors is unpickled by somebody careless, with a fitting checksum."""
     metadata = newest_shards(folder) / METADATA
     metadata.write_bytes(pickle.dumps(Malicious(folder / "owned")))
@@ -330,18 +318,18 @@ def plant(folder: Path) -> None:
 
 
 class Malicious:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Path.touch, (self.path,)
 
 
-def truncate(path: Path) -> None:
+def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
+DAMAGES = {
     "a bit of a value": flip_a_value,
     "a bit of the list": lambda folder: flip(newest_shards(folder) / METADATA),
     "a shard is short": lambda folder: truncate(newest_shards(folder) / "__1_0.distcp"),
@@ -354,9 +342,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_instead_of_damaged_shards_those_before_are_taken(
-    saved: Path, damage: Callable[[Path], object], is_sharded: bool
-) -> None:
+def test_instead_of_damaged_shards_those_before_are_taken(saved, damage, is_sharded):
     checkpoints = CheckpointFolder(saved, is_sharded=is_sharded)
     before = checkpoints.read_latest()
     assert before is not None
@@ -388,11 +374,11 @@ OWN = (
 class Troubled(Clusters):
     """Reading so many samples of a split raises an error, or presses Ctrl-C in one of the processes."""
 
-    def __init__(self, split: str, crash_in: str = "", ctrl_c_in: str = "", after: int = 0) -> None:
+    def __init__(self, split, crash_in="", ctrl_c_in="", after=0):
         super().__init__(split)
         self.crashes, self.until = split == crash_in, after if split in (crash_in, ctrl_c_in) else 0
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         self.until -= 1
         if self.until == 0 and self.crashes:
             raise DataError("crashed")
@@ -402,9 +388,7 @@ class Troubled(Clusters):
 
 
 @pytest.mark.e2e
-def test_a_run_that_crashed_goes_on_from_its_last_checkpoint_bit_for_bit(
-    torchrun: Run, tmp_path: Path
-) -> None:
+def test_a_run_that_crashed_goes_on_from_its_last_checkpoint_bit_for_bit(torchrun, tmp_path):
     """With BatchNorm, whose statistics differ between ranks until a checkpoint is written."""
     options = (*OWN, "MODEL.norm=BatchNorm1d", "TRAIN.CHECKPOINT_EVERY_STEPS=2", "MODEL.drop=0.3")
     for words in (
@@ -424,9 +408,7 @@ def test_a_run_that_crashed_goes_on_from_its_last_checkpoint_bit_for_bit(
 
 
 @pytest.mark.e2e
-def test_commands_read_a_sharded_run_and_give_what_its_log_says(
-    run: Run, torchrun: Run, tmp_path: Path
-) -> None:
+def test_commands_read_a_sharded_run_and_give_what_its_log_says(run, torchrun, tmp_path):
     """Ranks have different numbers of validation batches."""
     outcome = torchrun(
         2, *SMALL, "DIST.SHARDING=full", "DATA.BATCH_SIZE_VAL=5", "TRAIN.EMA.ENABLED=True"
@@ -449,9 +431,7 @@ def test_commands_read_a_sharded_run_and_give_what_its_log_says(
 
 
 @pytest.mark.e2e
-def test_all_ranks_break_a_validation_off_that_one_was_asked_to(
-    torchrun: Run, tmp_path: Path
-) -> None:
+def test_all_ranks_break_a_validation_off_that_one_was_asked_to(torchrun, tmp_path):
     options = (*OWN, "DATA.BATCH_SIZE_VAL=2")
     outcome = torchrun(2, *options, "DATA.DATASET.ctrl_c_in=val", "DATA.DATASET.after=20")
     assert outcome.code != 0
@@ -463,38 +443,12 @@ def test_all_ranks_break_a_validation_off_that_one_was_asked_to(
     assert validations_of(folder) == [6, 12, 18]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_four_processes_then_two_then_one_then_four_train_as_one(
-    run: Run, torchrun: Run, tmp_path: Path
-) -> None:
-    options = (*OWN, "SCHEDULE.NAME=constant", "SCHEDULE.WARMUP_STEPS=0")
-    assert run(*options, f"{NAME}one", "TRAIN.EPOCHS=4", "DATA.BATCH_SIZE=16").code == 0
-    for epochs, num_processes in enumerate((4, 2, 1, 4), 1):
-        words = (f"{NAME}chain", f"TRAIN.EPOCHS={epochs}", f"DATA.BATCH_SIZE={16 // num_processes}")
-        outcome = (
-            run(*options, *words)
-            if num_processes == 1
-            else torchrun(num_processes, *options, *words)
-        )
-        assert outcome.code == 0, outcome.err
-    one, chain = (curve(tmp_path / "runs" / name) for name in ("one", "chain"))
-    assert one[:2] == chain[:2]
-    assert chain[2] == pytest.approx(one[2], rel=1e-5)
-    folder = tmp_path / "runs/chain"
-    one_val, val = (
-        lines_of(tmp_path / "runs" / name, "val")[-1]["loss"] for name in ("one", "chain")
-    )
-    assert val == pytest.approx(one_val, rel=1e-5)
-    assert (folder / "checkpoints/last.pt").exists()
-
-
 # --- processes that are killed while they save ---
 
 NUM_SAVES = 2
 
 
-def train_until_killed(rank: int, folder: str, store: str, victim: int, moment: int) -> None:
+def train_until_killed(rank, folder, store, victim, moment):
     """Resume, then save after each step; all are killed at the `moment`-th file operation of one of them."""
     torch.set_num_threads(1)
     place = Path(folder)
@@ -510,7 +464,7 @@ def train_until_killed(rank: int, folder: str, store: str, victim: int, moment: 
         pids = [int((place / f"{store}.{other}").read_text()) for other in range(2)]
         left = moment
 
-        def kill_at_the_moment(event: str, arguments: tuple[Any, ...]) -> None:
+        def kill_at_the_moment(event, arguments):
             nonlocal left
             if event in OPERATIONS and any(
                 "checkpoints/" in str(argument) for argument in arguments
@@ -540,7 +494,7 @@ OPERATIONS = {
 }
 
 
-def states_by_step(rank: int, folder: str, num_steps: int) -> None:
+def states_by_step(rank, folder, num_steps):
     with group_of(2, rank, folder) as world:
         state = make_state(world)
         for step in range(num_steps):
@@ -552,7 +506,7 @@ def states_by_step(rank: int, folder: str, num_steps: int) -> None:
                 torch.save(state_of_step, Path(folder) / f"step{step + 1}.pt")
 
 
-def start_two(call: str, log: Path) -> list[int | None]:
+def start_two(call, log):
     """Exit codes of two processes that call a function of this module; `{rank}` is theirs."""
     with log.open("w") as output:
         processes = [
@@ -570,9 +524,7 @@ def start_two(call: str, log: Path) -> list[int | None]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_killed_at_any_moment_of_saving_a_run_resumes_from_a_whole_checkpoint(
-    tmp_path: Path, victim: int
-) -> None:
+def test_killed_at_any_moment_of_saving_a_run_resumes_from_a_whole_checkpoint(tmp_path, victim):
     reference, log, folder = tmp_path / "reference", tmp_path / "log.txt", tmp_path / "checkpoints"
     reference.mkdir()
     assert start_two(f"states_by_step({{rank}}, {str(reference)!r}, 200)", log) == [0, 0], (

@@ -1,17 +1,13 @@
 """The trainer's wrapper of the model, and steps that cannot be taken."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from tests.helpers.greedy import trainer_of
-from tests.helpers.runs import Run, checkpoint_of
+from tests.helpers.runs import checkpoint_of
 from tests.helpers.small_runs import PLAIN, Layers, lines_of
 
 SMALL = (
@@ -28,19 +24,19 @@ SMALL = (
 class Wrapper(nn.Module):
     """As DistributedDataParallel takes it: the parameters that train when it is made."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         super().__init__()
         self.module = module
         self.trained = {name for name, p in module.named_parameters() if p.requires_grad}
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args):
         return self.module(*args)
 
 
-def test_unfreezing_frees_the_wrapper_and_makes_one_of_all_parameters(tmp_path: Path) -> None:
-    made: list[weakref.ref[Wrapper]] = []
+def test_unfreezing_frees_the_wrapper_and_makes_one_of_all_parameters(tmp_path):
+    made = []
 
-    def wrap(model: nn.Module) -> Wrapper:
+    def wrap(model):
         assert all(wrapper() is None for wrapper in made)  # two would both hold gradients
         wrapper = Wrapper(model)
         made.append(weakref.ref(wrapper))
@@ -67,12 +63,12 @@ def test_unfreezing_frees_the_wrapper_and_makes_one_of_all_parameters(tmp_path: 
 class Overflowing(Layers):
     """Its outputs exceed float16 in the first so many forward passes of training."""
 
-    def __init__(self, num_classes: int, num_passes: int) -> None:
+    def __init__(self, num_classes, num_passes):
         super().__init__(num_classes)
         self.left = num_passes
 
-    def forward(self, points: Tensor) -> Tensor:
-        outputs: Tensor = super().forward(points)
+    def forward(self, points):
+        outputs = super().forward(points)
         self.left -= self.training
         return outputs * 2.0**30 / 2.0**30 if self.training and self.left >= 0 else outputs
 
@@ -82,9 +78,7 @@ OVERFLOWING = (*PLAIN, f"MODEL._target_={__name__}.Overflowing", "TRAIN.EPOCHS=8
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("amp", "num_null"), [("fp16", 2), ("off", 0)])
-def test_a_forward_pass_that_overflows_skips_a_step(
-    run: Run, tmp_path: Path, amp: str, num_null: int
-) -> None:
+def test_a_forward_pass_that_overflows_skips_a_step(run, tmp_path, amp, num_null):
     options = ("MODEL.num_passes=2", f"TRAIN.AMP={amp}", "TRAIN.EMA.ENABLED=True")
     outcome = run(*OVERFLOWING, *options)
     assert outcome.code == 0, outcome.err
@@ -95,11 +89,3 @@ def test_a_forward_pass_that_overflows_skips_a_step(
     state = checkpoint_of(folder)["state"]
     assert state["ema"]["num_updates"] == 24 - num_null
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(("amp", "code"), [("fp16", 1), ("off", 0)])
-def test_only_overflow_in_every_step_ends_a_run(run: Run, amp: str, code: int) -> None:
-    outcome = run(*OVERFLOWING, "MODEL.num_passes=100", f"TRAIN.AMP={amp}")
-    assert outcome.code == code
-    assert ("TRAIN.AMP bf16" in outcome.err) == bool(code)

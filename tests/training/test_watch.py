@@ -1,7 +1,5 @@
 """What one watches in a run: gradient norm, speed, waiting for data, memory, a profile."""
 
-from __future__ import annotations
-
 import gzip
 import json
 
@@ -15,7 +13,7 @@ WATCHED = ("data_s", "compute_s", "samples_per_s", "peak_memory_gib", "grad_norm
 
 
 @pytest.mark.parametrize("amp", ["off", "fp16"])
-def test_the_norm_of_a_gradient_is_logged_and_changes_nothing(run, tmp_path, amp: str) -> None:
+def test_the_norm_of_a_gradient_is_logged_and_changes_nothing(run, tmp_path, amp):
     """Without clipping it is measured for the lines alone."""
     options = {
         "often": ("TRAIN.CLIP_GRAD_NORM=null", "TRAIN.LOG_EVERY=1"),
@@ -38,7 +36,7 @@ def test_the_norm_of_a_gradient_is_logged_and_changes_nothing(run, tmp_path, amp
         assert line["data_s"] >= 0 <= line["compute_s"]
 
 
-def test_waiting_counts_for_the_line_in_which_it_ends() -> None:
+def test_waiting_counts_for_the_line_in_which_it_ends():
     times, speed, waits = iter([0.0, 2.0, 5.0, 5.5, 9.0]), Speed(), []
     batches = TimedBatches(iter(["a", "b"]), waits.append, clock=lambda: next(times))
     assert next(batches) == "a"
@@ -61,13 +59,13 @@ def test_waiting_counts_for_the_line_in_which_it_ends() -> None:
     ("data_s", "compute_s", "is_slow"),
     [(40.0, 60.0, True), (30.0, 70.0, False), (9.0, 1.0, False), (0.0, 0.0, False)],
 )
-def test_advice_on_the_loader_from_a_third_of_the_time(data_s, compute_s, is_slow: bool) -> None:
+def test_advice_on_the_loader_from_a_third_of_the_time(data_s, compute_s, is_slow):
     advice = loader_advice({"data_s": data_s, "compute_s": compute_s}, 3)
     assert (advice is not None) == is_slow
     assert not is_slow or "DATA.NUM_WORKERS (now 3)" in str(advice)
 
 
-def test_a_profile_has_the_steps_asked_for(run, tmp_path) -> None:
+def test_a_profile_has_the_steps_asked_for(run, tmp_path):
     assert run(*PLAIN, "TRAIN.EPOCHS=2", "TRAIN.PROFILE=[2,4]").code == 0
     with gzip.open(tmp_path / "runs/plain/logs/profile.json.gz") as file:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]

@@ -29,11 +29,10 @@ class AcceleratorMemory(DeviceMemory):
     """One more segment of each kind that blocks share, `kSmallBuffer` and `kLargeBuffer` of torch's caching
     allocators: a checkpoint is loaded in another order than that in which training allocates its state."""
 
+    _api: Any = torch.accelerator
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # The functions of `torch.accelerator` came later than those of most devices.
-        module = torch.get_device_module(device)
-        self._api: Any = module if hasattr(module, "max_memory_reserved") else torch.accelerator
         self.total_bytes = self._free_and_total()[1]
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
@@ -75,7 +74,7 @@ class AcceleratorMemory(DeviceMemory):
 
     def _free_and_total(self) -> tuple[int, int]:
         api = self._api
-        read = api.get_memory_info if api is torch.accelerator else api.mem_get_info
+        read = api.mem_get_info if api is torch.cuda else api.get_memory_info
         free, total = read(self.device)
         return int(free), int(total)
 

@@ -108,4 +108,4 @@ def test_a_foreign_file_of_metrics_is_read(tmp_path):
 
 def test_the_lowest_loss_is_the_best(tmp_path):
     write_validations(tmp_path, [0.5, 0.25, 0.25], metric="loss")
-    assert read_run(tmp_path).best("loss") == (0.25, 2)
+    assert read_run(tmp_path).best("loss") == (0.25, 3)
