@@ -65,7 +65,7 @@ test-newest: ## run the quick tests with the newest Python, where it is installe
 nightly: test-slow test-floor test-newest test-mutants coverage docs growth ## run what takes hours
 
 growth: $(VENV)/.installed-dev ## check that time grows linearly with rows, classes and runs
-	$(BIN)/python benchmarks/growth.py --check
+	$(BIN)/python benchmarks/research/growth.py --check
 
 messages: $(VENV)/.installed-dev ## write tests/messages/ anew, to be read as a difference
 	$(BIN)/python -m pytest --rewrite-messages -q -k test_messages tests

@@ -1,4 +1,4 @@
-"""Compare the images per second of our training loader with those of torchvision's and timm's, in one run.
+"""Compare the images per second of our training loader with torchvision's and timm's, in one run.
 
     python benchmarks/loader.py
 
@@ -11,7 +11,7 @@ make normalised float32 batches on the CPU:
 * timm's: `create_dataset`, `create_loader` (with its prefetcher on the CPU) and `FastCollateMixup`.
 
 They take turns of a few batches each in this process, without workers, so that the load of the machine
-affects all alike; the time is that of the CPU. The result is the median, over turns, of the ratio of speeds:
+affects all alike; CPU time counts. The result is the median, over turns, of the ratio of speeds:
 above 1, ours is faster. The goals: at least 1.3 for 500 pixels, and 3.5 for 12 megapixels.
 """
 

@@ -1,4 +1,4 @@
-"""Compare the time of a training step of Linnaeus with that of a plain PyTorch loop, in one run.
+"""Compare the time of a training step of Linnaeus with a plain PyTorch loop, in one run.
 
     python benchmarks/trainer_overhead.py
     torchrun --nproc_per_node=2 benchmarks/trainer_overhead.py

@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--memory-limit-gb",
         type=float,
-        help=f"GiB, of which the process may use 80 %%; default: {CPU_LIMIT_GB} on the CPU, else no limit",
+        help=f"GiB, 80 %% for the process; default: {CPU_LIMIT_GB} on the CPU, else no limit",
     )
     args = parser.parse_args(argv)
     default_limit_gb = CPU_LIMIT_GB if args.device == "cpu" else None

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/transformers_tiny.py
 
 The model is built from a configuration and the text is made up, so nothing is downloaded. Only the line with
-`autobatch` is about AutoBatch; training is bit for bit that of `--batch-size` set to the size found.
+`autobatch` is about AutoBatch; training is bit-identical to `--batch-size` with the size found.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> Trainer:
     parser.add_argument(
         "--memory-limit-gb",
         type=float,
-        help=f"GiB, of which the process may use 80 %%; default: {CPU_LIMIT_GB} on the CPU, else no limit",
+        help=f"GiB, 80 %% for the process; default: {CPU_LIMIT_GB} on the CPU, else no limit",
     )
     options = parser.parse_args(argv)
     on_cpu = not torch.accelerator.is_available()

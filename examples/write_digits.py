@@ -28,7 +28,7 @@ def write_digits(folder: Path, rare: Collection[int] = ()) -> int:
 
     Args:
         folder: gets the folders `train` and `val`.
-        rare: digits of which a tenth of the training images is written.
+        rare: digits with only a tenth of their training images.
     """
     data = load_digits()
     shape_of = {digit: shape for shape, digits in SHAPES.items() for digit in digits}
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         choices=range(10),
         default=(),
         metavar="DIGIT",
-        help="digits of which only a tenth of the training images is written",
+        help="digits with only a tenth of their training images",
     )
     args = parser.parse_args(argv)
     print(f"{write_digits(args.folder, args.rare)} images in {args.folder}")

@@ -1,7 +1,5 @@
 """Every command in the README and the docs does what it says, made small: fewer epochs, smaller images."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -9,9 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
@@ -24,7 +20,6 @@ from linnaeus.main import cli
 from tests.helpers.datasets import write_image
 from tests.helpers.fashion import write_fashion_mnist
 from tests.helpers.run_files import write_run
-from tests.helpers.runs import Run
 from tests.helpers.trained import PLAIN, picture, save_run, spec_of
 
 ROOT = Path(__file__).parents[1]
@@ -79,13 +74,13 @@ class MyDataset(Dataset):
 """
 
 
-def blocks(page: Path) -> Iterator[str]:
+def blocks(page):
     """The shell blocks of a page, one command on each line."""
     for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         yield block.replace("\\\n", " ")
 
 
-def commands() -> Iterator[tuple[str, str]]:
+def commands():
     for page in PAGES:
         for block in blocks(page) if page != TUTORIAL else ():
             if not block.startswith("#!"):
@@ -97,13 +92,13 @@ COMMANDS = sorted({line.partition("  #")[0].rstrip(): page for page, line in com
 """(command without its comment, the last page that has it)."""
 
 
-def of_kind(*starts: str) -> list[tuple[str, str]]:
+def of_kind(*starts):
     """(page, command)."""
     return [(page, line) for line, page in COMMANDS if line.startswith(starts)]
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pretrained(tmp_path_factory):
     """A folder with a model as the hub has it, and the checkpoint of a run."""
     path = tmp_path_factory.mktemp("pretrained")
     source = timm.create_model("test_resnet")
@@ -118,16 +113,14 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def experiment(tmp_path, monkeypatch):
     for name in ("my_exp", "birds"):
         (tmp_path / f"{name}.yaml").write_text(EXPERIMENT)
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
-def desk(
-    tmp_path: Path, experiment: None, pretrained: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def desk(tmp_path, experiment, pretrained, monkeypatch):
     """A folder with what the commands speak of."""
     (tmp_path / "my_package.py").write_text(MY_PACKAGE)
     for split, count in (("train", 6), ("val", 2)):
@@ -156,7 +149,7 @@ def desk(
     return tmp_path
 
 
-def test_the_shown_file_trains_the_run_that_follows(tmp_path: Path) -> None:
+def test_the_shown_file_trains_the_run_that_follows(tmp_path):
     page = ROOT / "README.md"
     [shown] = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
     file = tmp_path / re.findall(r"\w+\.yaml", shown)[0]
@@ -166,7 +159,7 @@ def test_the_shown_file_trains_the_run_that_follows(tmp_path: Path) -> None:
     assert set(re.findall(r"runs/(\w+)", block)) == {name}
 
 
-def train_what_is_evaluated(line: str, desk: Path) -> None:
+def train_what_is_evaluated(line, desk):
     """Train the run that a command evaluates or learns from; nothing for another command."""
     if {"evaluate", "average"} & {*shlex.split(line)}:
         own = [
@@ -183,7 +176,7 @@ def train_what_is_evaluated(line: str, desk: Path) -> None:
         assert cli([*teacher, *SMALLER, *SMALL_MODEL, "EXPERIMENT.NAME=birds"]) == 0
 
 
-def tokens_of(line: str, desk: Path) -> list[str]:
+def tokens_of(line, desk):
     line = line.replace("/data/", f"{desk}/").replace("NUM_SAMPLES=2000", "NUM_SAMPLES=64")
     line = line.replace(
         "--world-size 1,2,8,64", "--world-size 1,2,8"
@@ -191,7 +184,7 @@ def tokens_of(line: str, desk: Path) -> list[str]:
     return shlex.split(line.replace("configs/", f"{ROOT}/configs/"))
 
 
-def smaller(tokens: list[str]) -> list[str]:
+def smaller(tokens):
     """The same command on a small scale."""
     if {"--help", "--print-config", "evaluate", "average"}.intersection(tokens):
         return tokens
@@ -225,7 +218,7 @@ OF_ONE_PROCESS = [
 ]
 
 
-def mark_of(page: str, line: str) -> Any:
+def mark_of(page, line):
     """The slower, the more its page holds; () for what starts no run."""
     if {"--print-config", "--help"} & set(line.split()) or "my_package.MyModel" in line:
         return ()
@@ -237,7 +230,7 @@ def mark_of(page: str, line: str) -> Any:
     ("page", "line"),
     [pytest.param(*command, marks=mark_of(*command)) for command in OF_ONE_PROCESS],
 )
-def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: Run) -> None:
+def test_a_command_of_one_process_works(page, line, desk, run):
     argv = tokens_of(line, desk)[1:]
     train_what_is_evaluated(line, desk)
     outcome = run(*smaller(argv))
@@ -246,7 +239,7 @@ def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: R
 
 
 @pytest.mark.parametrize(("page", "line"), ON_SLURM)
-def test_a_command_for_slurm_makes_a_script(page: str, line: str, desk: Path, run: Run) -> None:
+def test_a_command_for_slurm_makes_a_script(page, line, desk, run):
     """The tests in tests/slurm run such scripts."""
     argv = tokens_of(line, desk)[1:]
     outcome = run(*argv, *([] if "--dry-run" in argv else ["--dry-run"]))
@@ -256,7 +249,7 @@ def test_a_command_for_slurm_makes_a_script(page: str, line: str, desk: Path, ru
 
 
 @pytest.fixture
-def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def trained(tmp_path, monkeypatch):
     for seed, name in enumerate(("birds", "birds_2")):
         save_run(tmp_path / "runs" / name, spec_of(taxonomy=PLAIN), seed=seed)
     (tmp_path / "photos").mkdir()
@@ -269,15 +262,13 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("page", "line"), PREDICTIONS)
-def test_a_prediction_works(page: str, line: str, trained: Path, run: Run) -> None:
+def test_a_prediction_works(page, line, trained, run):
     outcome = run(*shlex.split(line)[1:], "--device", "cpu")
     assert outcome.code == 0, outcome.err
     assert "2" in outcome.err.split()
 
 
-def test_the_page_about_prediction_shows_what_python_gives(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_about_prediction_shows_what_python_gives(trained, capsys):
     (program,) = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs/predict.md").read_text(), re.M | re.S
     )
@@ -288,7 +279,7 @@ def test_the_page_about_prediction_shows_what_python_gives(
 
 
 @pytest.mark.slow
-def test_exports_work_and_are_used_without_linnaeus(trained: Path, run: Run) -> None:
+def test_exports_work_and_are_used_without_linnaeus(trained, run):
     """The programs on the page are run as they stand, and name the run's best classes."""
     pytest.importorskip("onnxruntime")
     for _, line in EXPORTS:
@@ -315,7 +306,7 @@ def test_exports_work_and_are_used_without_linnaeus(trained: Path, run: Run) -> 
 
 
 @pytest.mark.parametrize(("page", "line"), COMPARISONS)
-def test_a_comparison_works(page: str, line: str, desk: Path, run: Run) -> None:
+def test_a_comparison_works(page, line, desk, run):
     for name in ("one", "other", "lr1", "gap/LR=1"):
         write_run(desk / "runs" / name)
     outcome = run(*shlex.split(line)[1:])
@@ -324,9 +315,7 @@ def test_a_comparison_works(page: str, line: str, desk: Path, run: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "line"), SWEEPS)
-def test_a_sweep_works(
-    page: str, line: str, desk: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_works(page, line, desk, run, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     line = re.sub(r"--trials \d+", "--trials 2", line)
     few = re.sub(
@@ -338,7 +327,7 @@ def test_a_sweep_works(
 
 
 @pytest.mark.e2e
-def test_the_tutorial_works(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tutorial_works(tmp_path, run, monkeypatch):
     """Its commands in their order, with one epoch of few photographs, and its program."""
     pytest.importorskip("onnxruntime")
     monkeypatch.chdir(tmp_path)
@@ -368,7 +357,7 @@ def test_the_tutorial_works(tmp_path: Path, run: Run, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("page", "line"), of_kind("torchrun"))
-def test_a_command_of_several_processes_works(page: str, line: str, desk: Path) -> None:
+def test_a_command_of_several_processes_works(page, line, desk):
     tokens = re.sub(r"--nproc_per_node=\d+", "--standalone --nproc_per_node=2", line)
     train_what_is_evaluated(line, desk)
     command = [sys.executable, "-m", "torch.distributed.run", *smaller(tokens_of(tokens, desk)[1:])]
@@ -388,7 +377,7 @@ SCRIPTS = [command for command in of_kind("python examples/") if command not in 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "line"), SCRIPTS)
-def test_a_script_works(page: str, line: str, desk: Path) -> None:
+def test_a_script_works(page, line, desk):
     _, script, *argv = tokens_of(line, desk)
     done = subprocess.run(
         [sys.executable, str(ROOT / script), *argv],
@@ -401,7 +390,7 @@ def test_a_script_works(page: str, line: str, desk: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_script_is_the_same_program_as_its_command(run: Run) -> None:
+def test_a_script_is_the_same_program_as_its_command(run):
     asked = ["--cfg", "nowhere.yaml", "TRAIN.EPOCH=1", "--fractoins"]
     words = [sys.executable, str(ROOT / "tools/analyze_batch_sizes.py"), *asked]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -410,9 +399,8 @@ def test_a_script_is_the_same_program_as_its_command(run: Run) -> None:
     assert outcome.code == 2
 
 
-def test_what_the_pages_name_is_there() -> None:
+def test_what_the_pages_name_is_there():
     known = (
-        "git clone ",
         "make ",
         "source ",
         "pip ",
@@ -426,7 +414,8 @@ def test_what_the_pages_name_is_there() -> None:
     for page in PAGES:
         text = page.read_text()
         files |= {
-            ROOT / name for name in re.findall(r"benchmarks/(?:results/)?\w+\.(?:py|txt)", text)
+            ROOT / name
+            for name in re.findall(r"benchmarks/(?:results/|research/)?\w+\.(?:py|txt)", text)
         }
         links = re.findall(r"\]\(([^)#:]+\.(?:md|png|svg|html))(?:#[\w-]+)?\)", text)
         files |= {page.parent / target for target in links}
@@ -448,7 +437,7 @@ STRATEGIES = {
 """By the name that the pages give each; the benchmark prints the value."""
 
 
-def test_the_table_of_strategies_is_what_the_benchmark_printed() -> None:
+def test_the_table_of_strategies_is_what_the_benchmark_printed():
     printed = (ROOT / "benchmarks" / "results" / "search_replay.txt").read_text()
     line = r"^(exact|multiple of 8) +(\w+) +([\d.]+)(?: +\S+){6} +([\d.]+) +\S+$"
     figures = {
@@ -465,7 +454,7 @@ def test_the_table_of_strategies_is_what_the_benchmark_printed() -> None:
     assert {name: tuple(found) for name, *found in rows if name in STRATEGIES} == expected
 
 
-def test_the_yaml_of_every_page_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_yaml_of_every_page_loads(tmp_path, capsys):
     for page in PAGES:
         for number, text in enumerate(
             re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S)

@@ -210,7 +210,7 @@ class BatchSizeFinder:
         before_bytes = self.budget_bytes
         self._set_budget(self._first_budget(fraction))
         if self._runner.empties_cache:
-            # What nearly fills this budget has not emptied the cache under a larger one.
+            # A size that nearly fills this budget has not emptied the cache under a larger one.
             low, high = NEARLY_FULL * self.budget_bytes, NEARLY_FULL * before_bytes
             self._forget(lambda trial: low < (trial.peak_bytes or 0) <= high)
         self._outside_at_start, self._held_at_start = self.memory.outside(), self.held_bytes

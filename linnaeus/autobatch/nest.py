@@ -68,7 +68,7 @@ def is_mapped(array: Any) -> bool:
 
 
 def local(value: Any) -> Any:
-    """Return the local part of a DTensor; anything else as it is."""
+    """Return the local part of a DTensor; anything else unchanged."""
     return getattr(value, "_local_tensor", value)
 
 

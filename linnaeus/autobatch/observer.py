@@ -24,7 +24,7 @@ _DOING = {
     "timing": "timing",
 }
 EARLY_ENDS = {"max_trials": "max_trials", "timeout": "timeout_minutes"}
-"""What ended a search early, with the setting that did."""
+"""Reasons that end a search early, each with its setting."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 

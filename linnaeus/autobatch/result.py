@@ -92,7 +92,7 @@ class AutoBatchResult:
         return max(self.peaks_bytes, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for `autobatch.json`."""
+        """Return plain values for `autobatch.json`."""
         content = asdict(self)
         del content["mode"]
         content["seconds"] = round(self.seconds, 3)
@@ -104,7 +104,7 @@ class AutoBatchResult:
 
     @classmethod
     def from_dict(cls, mode: Mode, entry: Mapping[str, Any]) -> AutoBatchResult:
-        """The inverse of `as_dict`."""
+        """Return the inverse of `as_dict`."""
         trials = tuple(
             TrialRecord(trial["batch_size"], trial["status"], trial["peak_bytes"], trial["seconds"])
             for trial in entry["trials"]

@@ -38,7 +38,7 @@ class SearchSettings:
     )
     min_batch_size: int = _setting(1, "smallest batch size that the search may try", ge=1)
     max_batch_size: int | None = _setting(
-        512, "largest size tried; None: what bounds and memory allow", ge=1
+        512, "largest size tried; None: bounds and memory alone limit it", ge=1
     )
     steps_per_trial: int = _setting(2, "optimizer steps that one trial runs", ge=1)
     strategy: str = _setting(

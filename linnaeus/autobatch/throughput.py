@@ -58,7 +58,7 @@ def sizes_by_speed(
 
 
 def fast_sizes(rates: Mapping[int, float]) -> list[int]:
-    """The sizes, ascending, whose samples per second are within the tolerance of the best."""
+    """Return the sizes, ascending, whose samples per second are within the tolerance of the best."""
     threshold = (1 - TOLERANCE) * max(rates.values())
     return sorted(size for size, rate in rates.items() if rate >= threshold)
 
@@ -72,7 +72,7 @@ def rungs(candidates: Sequence[int]) -> list[int]:
 
 
 def _between(candidates: Sequence[int], fast: Sequence[int], timed: Collection[int]) -> int | None:
-    """The untimed candidate halfway between the smallest fast size and the slow one below it."""
+    """Return the untimed candidate halfway between the smallest fast size and the slow one below it."""
     slow = max((size for size in timed if size < fast[0]), default=None)
     if slow is None:
         return None
@@ -81,5 +81,5 @@ def _between(candidates: Sequence[int], fast: Sequence[int], timed: Collection[i
 
 
 def _at_most(candidates: Sequence[int], size: int) -> int:
-    """The largest candidate up to the size, or the smallest candidate if all are above it."""
+    """Return the largest candidate up to the size, or the smallest candidate if all are above it."""
     return candidates[max(bisect.bisect_right(candidates, size) - 1, 0)]

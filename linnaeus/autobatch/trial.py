@@ -191,7 +191,7 @@ class TrialRunner:
         """Run the steps of a trial together with all other ranks, and return the peak in bytes.
 
         Every rank takes the same number of steps, whatever it measures: there is no budget and no second
-        attempt, and an error is raised as it is.
+        attempt, and an error is raised unchanged.
 
         Args:
             size: the batch size.
@@ -438,7 +438,7 @@ class _Step(NamedTuple):
 
 @contextlib.contextmanager
 def _measured(memory: DeviceMemory, stepped: Sequence[Any], steps: list[_Step]) -> Iterator[None]:
-    """Measure the step inside the context by itself, and add it to the steps."""
+    """Measure the step inside the context, and add it to the steps."""
     peak_bytes = memory.peak()
     memory.reset_peak()
     allocated_bytes, held_bytes = memory.allocated_bytes(), memory.tensor_bytes()

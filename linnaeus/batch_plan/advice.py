@@ -33,12 +33,12 @@ def plan_advice(
     learning_rate: float,
     min_steps: int,
 ) -> str | None:
-    """The most urgent advice on the splits of a run; None where there is none.
+    """Return the most urgent advice on the splits of a run; None where there is none.
 
     It is the only advice on batch sizes that a run gives: two would ask for opposite things.
 
     Args:
-        train, facts, splits: what the plan is made of.
+        train, facts, splits: inputs of the plan.
         optimizer: the name of the optimizer or of its class.
         learning_rate: the peak, after scaling.
         min_steps: optimizer steps of the epoch that has the fewest.
@@ -113,7 +113,7 @@ def _batchnorm(train: TrainConfig, facts: Facts, splits: Sequence[Split]) -> str
 
 
 def _effective_batch_key(train: TrainConfig, facts: Facts) -> str:
-    """The key that sets the largest effective batch size."""
+    """Return the key that sets the largest effective batch size."""
     name = train.BATCH_SCHEDULE.NAME
     if name == "milestones":
         return f"{SCHEDULE}.MILESTONES"

@@ -160,7 +160,7 @@ def _ends_at_what_fits(train: TrainConfig) -> bool:
 
 
 def _contradictions(train: TrainConfig) -> list[str]:
-    """What is missing from a batch schedule, and which keys contradict each other."""
+    """Return missing and contradicting keys of a batch schedule."""
     schedule, problems = train.BATCH_SCHEDULE, []
     if schedule.NAME == "constant":
         return []

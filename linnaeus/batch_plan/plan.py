@@ -266,7 +266,7 @@ class BatchPlan:
         return plan | {"NOTES": list(self.notes), "WARNINGS": list(self.warnings)}
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """What differs from the plan that a checkpoint has saved with `as_dict`, as `NAME before -> now`."""
+        """Return differences from a checkpoint's plan (`as_dict`), as `NAME before -> now`."""
         now = self.as_dict()
         names = ("EFFECTIVE_BATCH", "LEARNING_RATE", "TOTAL_STEPS", "WARMUP_STEPS")
         changed = [name for name in names if saved[name] != now[name]]

@@ -20,7 +20,7 @@ WARMUP_MAX_EPOCHS = 5
 
 
 def scale_factor(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
-    """The factor of the learning rate or of the weight decay, for a `rule`.
+    """Return the factor of the learning rate or of the weight decay, for a `rule`.
 
     `linear`: k. A step of k times as many samples replaces k steps of SGD ("Accurate, Large Minibatch SGD",
     Goyal et al. 2017, section 2.1).
@@ -65,7 +65,7 @@ def planned_warmup(
 
 
 def configured_warmup(config: ScheduleConfig, steps_per_epoch: Sequence[int]) -> int:
-    """Optimizer steps of the configured warm-up, at most those of the run.
+    """Return the optimizer steps of the configured warm-up, at most all steps of the run.
 
     WARMUP_STEPS wins over WARMUP_FRACTION, and that over WARMUP_EPOCHS. `onecycle` always has one.
 

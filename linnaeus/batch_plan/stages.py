@@ -141,7 +141,7 @@ def split_epochs(
 
     Args:
         changes: the splits of the run with ascending starts, the first 0.
-        unit: `epochs` or `steps`, what the starts count.
+        unit: of the starts, `epochs` or `steps`.
         keep_rest: end an epoch with a smaller step of the micro-batches left over; else they are left out.
         max_steps: optimizer steps of all epochs; decides in place of `num_epochs`.
     """

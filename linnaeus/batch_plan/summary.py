@@ -9,7 +9,7 @@ from linnaeus.runtime.words import counted
 
 
 def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode) -> list[str]:
-    """One line for each number of the plan, without notes and warnings, and without what is switched off."""
+    """Return one line for each number of the plan, without notes, warnings and disabled features."""
     rows = {
         "batch": f"{plan.micro_batch_size} micro-batch x {plan.accumulation_steps} accumulation x "
         f"{counted(plan.world_size, 'rank')} = {counted(plan.effective_batch_size, 'sample')} per "

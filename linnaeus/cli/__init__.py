@@ -1,1 +1,1 @@
-"""The commands, and what they have in common: options, measuring, tables, pictures."""
+"""The commands, and their shared parts: options, measuring, tables, pictures."""

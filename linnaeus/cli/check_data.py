@@ -22,7 +22,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Config]:
 
 
 def run(_: Options, config: Config) -> int:
-    """Check the data and say what was found; returns the exit code: 0.
+    """Check the data and report the findings; returns the exit code: 0.
 
     Raises:
         ConfigError: the data has no image files.

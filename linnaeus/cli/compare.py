@@ -46,7 +46,7 @@ _NOT_ENTERED = re.compile(rf"\.|{LOGS}$|{CHECKPOINTS}$|wandb$|__pycache__$")
 
 @dataclass
 class CompareOptions(Options):
-    """What is compared, and where the metrics go; `aside` are runs that are left out."""
+    """Runs to compare, and the file of their metrics; `aside` are omitted runs."""
 
     metric: str | None = option(
         "validation metric that is compared; default: top-1 of the finest level, or the loss",
@@ -141,7 +141,7 @@ def find_runs(names: Sequence[str], problems: list[str], aside: list[Path]) -> l
 
 
 def _runs_in(folder: Path, aside: list[Path]) -> Iterator[Path]:
-    """The folder itself where it is that of a run, else the runs below it, by name."""
+    """Return the folder itself if it is a run directory, else the runs below it, by name."""
     for name, inner, files in os.walk(folder):
         path = Path(name)
         if not RUN_MARKERS.isdisjoint([*inner, *files]):
@@ -156,7 +156,7 @@ def _runs_in(folder: Path, aside: list[Path]) -> Iterator[Path]:
 
 
 def _is_aside(folder: Path) -> bool:
-    """Whether a run was moved aside: it is `NAME.1`, and by its configuration it was `NAME`."""
+    """Return whether a run was moved aside: it is `NAME.1`, and by its configuration it was `NAME`."""
     name, _, number = folder.name.rpartition(".")
     if not (name and number.isdecimal()):
         return False
@@ -166,7 +166,7 @@ def _is_aside(folder: Path) -> bool:
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """Names that tell runs apart: their paths below the folder that all have in common."""
+    """Return names that tell runs apart: their paths below the folder that all have in common."""
     paths = [folder.resolve() for folder in folders]
     common = os.path.commonpath([path.parent for path in paths])
     return [str(path.relative_to(common)) for path in paths]

@@ -34,7 +34,7 @@ def save_figures(path: Path, content: Mapping[str, Any], rows: Sequence[Mapping[
 
 
 def cell(value: float | None, form: str) -> str:
-    """A number for people, in a format such as `.3g`; empty for None."""
+    """Return a number for people, in a format such as `.3g`; empty for None."""
     return "" if value is None else f"{value:{form}}"
 
 
@@ -46,7 +46,7 @@ def shortened(text: str, most: int) -> str:
 def table(
     title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()
 ) -> Table:
-    """A table for people, with numbers on the right; `left` are the columns of texts."""
+    """Return a table for people, with numbers on the right; `left` are the columns of texts."""
     from rich.table import Table  # here: help and completion do not wait for rich
 
     table = Table(title=title, title_justify="left")

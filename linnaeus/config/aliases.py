@@ -27,7 +27,7 @@ def aliases() -> dict[str, str]:
 
 
 def alias(word: str, value: str | None = None) -> str | None:
-    """What a word of another framework means here, as the end of an error message.
+    """Translate a word of another framework, as the end of an error message.
 
     Args:
         word: an option (`--batch-size`, `-b`), a word (`lr=0.1`) or a key that does not exist (`TRAIN.LR`),
@@ -51,7 +51,7 @@ def alias(word: str, value: str | None = None) -> str | None:
 
 
 def unknown_key(path: Path, value: str) -> str:
-    """What is wrong with a key that is not there, after the word `no such key`."""
+    """Return the text after `no such key` for an unknown key."""
     name, node = dotted(path), path[:-1]
     if any("." in str(part) for part in path):
         return "; keys in a file are nested, not joined by dots"
@@ -68,7 +68,7 @@ def unknown_key(path: Path, value: str) -> str:
 
 
 def not_a_value(path: Path, text: object) -> str:
-    """How to set what is below a group of keys, or to choose a preset for it."""
+    """Return how to set the keys of a group, or to choose a preset for it."""
     group = "/".join(path).lower()
     if (
         isinstance(text, str)

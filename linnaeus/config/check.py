@@ -48,7 +48,7 @@ class Checked:
 
     Attributes:
         values: the resolved values of keys, of `_target_` nodes as a whole. Wrong ones are left out.
-        wrong: what is wrong with a key, the predicate of a sentence.
+        wrong: the mistake in a key, as the predicate of a sentence.
         config: the configuration; None where something is wrong.
     """
 

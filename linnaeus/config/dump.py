@@ -59,7 +59,7 @@ def _dump(plain: Any) -> str:
 
 
 def to_yaml(config: Config, plan: Mapping[str, Any] | None = None) -> str:
-    """The configuration as YAML, in the schema's order.
+    """Return the configuration as YAML, in the schema's order.
 
     Every value is written out, but for keys that the kind of dataset does not read and that nothing has set.
     `--cfg` reads the text back to an equal configuration; the plan is written below it for people to read.
@@ -96,7 +96,7 @@ def save_config(
 
 
 def with_batch_sizes(config: Config, train: int | None = None, val: int | None = None) -> Config:
-    """A copy of the configuration with other batch sizes; None keeps a size."""
+    """Return a copy of the configuration with other batch sizes; None keeps a size."""
     sizes = {"BATCH_SIZE": train, "BATCH_SIZE_VAL": val}
     changed: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     return dataclasses.replace(config, DATA=dataclasses.replace(config.DATA, **changed))

@@ -31,11 +31,11 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True)
 class File:
-    """What one file says.
+    """Content of one file.
 
     Attributes:
         name: the path as messages show it.
-        tree: nested mappings, below what a `# @package` line names.
+        tree: nested mappings, below the package of a `# @package` line.
         defaults: its defaults list as YAML has it, for Hydra; None without one.
     """
 
@@ -90,7 +90,7 @@ def compose_files(
     Args:
         own: the files of `--cfg`, by a name of their own.
         names: the files to compose, lowest precedence first: names in `own` and in the folders.
-        groups: what the command line chooses.
+        groups: choices of the command line.
         folders: where groups and files are looked up; the first that has a file counts.
 
     Returns:
@@ -142,7 +142,7 @@ def compose_files(
 
 
 def _sets_node(group: str) -> bool:
-    """Whether a group is named like a node; files of `experiment` set any node."""
+    """Return whether a group is named like a node; files of `experiment` set any node."""
     top = group.partition("@")[0].partition("/")[0]
     return (top.upper(),) in NODES and top != "experiment"
 

@@ -36,7 +36,7 @@ _USERS = (*_MODULES, ("DATA", "DATASET", TARGET))
 
 
 def is_target(node: Any) -> bool:
-    """Whether a node names the user's own class or function."""
+    """Return whether a node names the user's own class or function."""
     return isinstance(node, Mapping) and "_target_" in node
 
 
@@ -76,7 +76,7 @@ def check_targets(found: Mapping[Key, Any], file: Path, *, trust_code: bool) -> 
 
 
 def _not_callable_from_files(key: Key, name: Any) -> str | None:
-    """Why a file may not call this even with consent; None where it may."""
+    """Return why a file may not call this even with consent; None where it may."""
     wrong = (
         "which belongs to Python, Hydra or Linnaeus, and no file may call; train with a class or function "
         "of your own around it"
@@ -95,7 +95,7 @@ def _not_callable_from_files(key: Key, name: Any) -> str | None:
 
 
 def prepare(node: Mapping[str, Any], where: str) -> functools.partial[Any]:
-    """What a node names, with the node's arguments, ready to be called.
+    """Callable of a node, with the node's arguments.
 
     Lists and mappings in the node become plain ones, and nodes with a `_target_` in them are instantiated.
 
@@ -110,7 +110,7 @@ def prepare(node: Mapping[str, Any], where: str) -> functools.partial[Any]:
     from hydra.errors import InstantiationException  # here, because Hydra takes long to import
     from hydra.utils import instantiate
 
-    # Hydra resolves what it has resolved once more.
+    # Hydra resolves resolved values once more.
     content = escape(escape({"_convert_": "all", **node, "_partial_": True}))
     try:
         return instantiate({where: content})[where]  # type: ignore[no-any-return]
@@ -170,7 +170,7 @@ def check_arguments(call: functools.partial[Any], where: str, more: Mapping[str,
     """Refuse a call that lacks an argument, or has one that the callable does not take.
 
     Args:
-        call: what `prepare` gives.
+        call: result of `prepare`.
         where: the node's key, for messages.
         more: further keyword arguments of the call.
 
@@ -197,7 +197,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _hint(given: Mapping[str, Any], where: str, known: Mapping[str, inspect.Parameter]) -> str:
-    """What a misspelled argument most likely means, or how to leave out keys of the built-in node."""
+    """Suggest the closest argument, or how to leave out keys of the built-in node."""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return ""
     unknown = [name for name in given if name not in known]
@@ -211,7 +211,7 @@ def _hint(given: Mapping[str, Any], where: str, known: Mapping[str, inspect.Para
 
 
 def place_of(error: BaseException | None) -> str:
-    """The last line that led to an error in a file that is neither Linnaeus' nor installed.
+    """Return the last line that led to an error in a file that is neither Linnaeus' nor installed.
 
     It reads ` (my_model.py, line 12, in forward)`; empty where there is none.
     """

@@ -45,7 +45,7 @@ class Key:
 
 
 def dotted(path: Path) -> str:
-    """A path as users type it."""
+    """Return a path as users type it."""
     return ".".join(str(part) for part in path)
 
 
@@ -87,7 +87,7 @@ def is_open(path: Path) -> bool:
 
 
 def closest(name: str) -> str | None:
-    """The key that a misspelled dotted name most likely means, or None.
+    """Return the key that a misspelled dotted name most likely means, or None.
 
     Likeness is that of the whole name and of its last component, so a key without its node is found too.
 
@@ -120,7 +120,7 @@ def suggest(
 
 
 def available(*folders: FilePath) -> dict[str, list[str]]:
-    """Names of the presets of each group, and of the files of some folders; nested groups included."""
+    """Return names of the presets of each group, and of the files of some folders; nested groups included."""
     folders = (PRESETS, *folders)
     found = {
         path.relative_to(top).as_posix()
@@ -132,6 +132,6 @@ def available(*folders: FilePath) -> dict[str, list[str]]:
 
 
 def names_in(group: str, folders: Sequence[FilePath]) -> list[str]:
-    """The names to choose from in a group; of the group "" the files at the top."""
+    """Return the names to choose from in a group; of the group "" the files at the top."""
     files = (file for folder in folders for file in (folder / group).glob("*"))
     return sorted({file.stem for file in files if file.suffix == ".yaml" and file.is_file()})

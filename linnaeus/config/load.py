@@ -42,7 +42,7 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration, and what else the command line asks for.
+    """A configuration, and the other requests of the command line.
 
     Attributes:
         config: the resolved configuration.
@@ -175,7 +175,7 @@ class _Composition:
 
 
 class _Sources:
-    """What the files, presets and keys of a command line set.
+    """Values set by the files, presets and keys of a command line.
 
     Attributes:
         tree: nested mappings of values.
@@ -234,7 +234,7 @@ def _is_in(tree: Any, path: Path) -> bool:
 def _missing(
     choice: Override, folders: Sequence[FilePath], user_folders: Sequence[FilePath]
 ) -> str | None:
-    """What is wrong with a choice in a group, if anything; `user_folders` are those of `--config-dir`."""
+    """Return the mistake in a choice of a group, or None; `user_folders` come from `--config-dir`."""
     group, text = choice.key.partition("@")[0], choice.text or ""
     there = names_in(group, folders)
     if not there:
@@ -252,7 +252,7 @@ def _missing(
 
 
 def _apply(tree: DictConfig, override: Override) -> None:
-    """Set or delete one key; raises `ValueError` with what is wrong with that."""
+    """Set or delete one key; raises `ValueError` with the mistake."""
     path = override.path
     if not override.delete:
         is_known = path in KEYS or path in NODES or is_open(path)

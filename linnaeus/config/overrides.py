@@ -21,7 +21,7 @@ from linnaeus.config.keys import KEYS, NODES, Path, is_open, strip_optional
 
 SOURCES = {name: name for name in ("--cfg", "--config-dir", "--config-name")}
 SOURCES |= {"-cd": "--config-dir", "-cn": "--config-name"}
-"""The options that name what is read, with their long names."""
+"""Options that name files to read, with their long names."""
 OPTIONS = ("--print-config", *SOURCES, "--opts")
 """Every option of the configuration; a command has others beside them."""
 expanded = os.path.expanduser  # that of Path fails for an unknown user
@@ -51,7 +51,7 @@ class Override:
         return tuple(self.key.split("."))
 
     def value(self) -> Any:
-        """The value by Hydra's grammar; of a key that takes text, a scalar is the text as typed.
+        """Return the value by Hydra's grammar; of a key that takes text, a scalar is the text as typed.
 
         Raises:
             ValueError: the text has several values, or is broken.
@@ -84,7 +84,7 @@ class SeveralValuesError(ValueError):
 
 
 def read_value(text: str) -> Any:
-    """The value of a text by Hydra's grammar; most text outside the grammar is taken as typed.
+    """Return the value of a text by Hydra's grammar; most text outside the grammar is taken as typed.
 
     >>> read_value("[1, a]"), read_value("~/birds (2021)")
     ([1, 'a'], '~/birds (2021)')
@@ -126,7 +126,7 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def typed_keys(overrides: Sequence[Override]) -> dict[Path, Any]:
-    """The keys that overrides set or delete, with their values.
+    """Return the keys that overrides set or delete, with their values.
 
     Values that cannot be read are left out, and `{}`, which changes nothing below a key.
     """
@@ -143,7 +143,7 @@ class CommandLine:
     """A parsed command line; all lists are in the order typed.
 
     Attributes:
-        groups: what is chosen in each group.
+        groups: the choice in each group.
         sources: `--cfg`, `--config-dir` and `--config-name` with their values.
         print_config: `--print-config` was given.
         stray: tokens that cannot be parsed: the name of a command in a wrong place, for one.
@@ -206,7 +206,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def _is_key(name: str) -> bool:
-    """Whether a word is meant as a key: upper case, or a path with a node's name in any case."""
+    """Return whether a word is meant as a key: upper case, or a path with a node's name in any case."""
     top = name.partition(".")[0]
     return top.isupper() or ("." in name and (top.upper(),) in NODES)
 

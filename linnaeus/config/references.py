@@ -96,7 +96,7 @@ def _source_of_timm(folder: str) -> str:
 
 
 def _missing_target(name: str) -> str | None:
-    """What a dotted path of a class or function names that is not there; None where nothing is amiss."""
+    """Return the missing part of a dotted path of a class or function; None if it exists."""
     module, *rest = name.split(".")
     try:
         spec: ModuleSpec | None = importlib.util.find_spec(module)

@@ -49,7 +49,7 @@ def key(
         doc: one sentence for the reference and for `--help`.
         unit: unit of the value, when it has one.
         choices: the allowed strings; in a list, of each element.
-        check: returns what is wrong with a value, or None.
+        check: returns the mistake in a value, or None.
         bounds: `ge`, `gt`, `le` or `lt`; in a list, of each element. `None` is not checked.
     """
     metadata = {"doc": doc, "unit": unit, "choices": choices, "bounds": bounds, "check": check}
@@ -189,7 +189,7 @@ class ExperimentConfig:
     NAME: str | None = key(
         None,
         "name of the run, and of its folder in OUTPUT_DIR; null is the name of the last `--cfg` file without "
-        "its ending, else that of the manifest or of the folder of the images, else that of the dataset",
+        "its ending, else of the manifest or the image folder, else of the dataset",
         check=_run_name,
     )
     OUTPUT_DIR: str = key("runs", "folder that holds the folders of all runs")
@@ -240,7 +240,7 @@ class DatasetConfig:
         None,
         "folder of the images (`imagefolder`) or of tar files (`webdataset`), folder that relative paths "
         "start from (`manifest`; null: the manifest's own folder), folder of the four files of "
-        "`fashion_mnist` (null is that of Debian's package), or for `huggingface` a folder of "
+        "`fashion_mnist` (null: from Debian's package), or for `huggingface` a folder of "
         "`save_to_disk`, Parquet files, or a name on the hub, with a colon before the name of a subset",
     )
     TRAIN: str | None = key(
@@ -296,7 +296,7 @@ class DatasetConfig:
     )
     LABEL_SEPARATOR: str | None = key(
         None,
-        "what stands between the names in a cell of a manifest where an image has several labels, "
+        "separator of the names in a cell of a manifest where an image has several labels, "
         "such as `;`; null is one label for each image and level",
         check=_separator,
     )
@@ -388,7 +388,7 @@ class AugmentConfig:
     ERASING: float = key(0.0, "probability that a random rectangle is erased", ge=0, le=1)
     ERASING_MODE: str = key(
         "const",
-        "what an erased rectangle shows: MEAN (`const`), one random color (`rand`) or noise (`pixel`)",
+        "fill of an erased rectangle: MEAN (`const`), one random color (`rand`) or noise (`pixel`)",
         choices=("const", "rand", "pixel"),
     )
     ERASING_COUNT: int = key(1, "largest number of erased rectangles in an image", ge=1)
@@ -428,12 +428,12 @@ class AugmentConfig:
     MIX_OFF_EPOCHS: int = key(0, "last epochs, without MIXUP and CUTMIX", unit="epochs", ge=0)
     INTERPOLATION: str | None = key(
         None,
-        "how images are resized; null is that of the weights, else bilinear",
+        "how images are resized; null takes the weights' own, else bilinear",
         choices=("bilinear", "bicubic"),
     )
     CROP_FRACTION: float | None = key(
         None,
-        "fraction of the side that validation's centre crop keeps; null is that of the weights, else 1",
+        "fraction of the side that validation's center crop keeps; null takes the weights' own, else 1",
         gt=0,
         le=1,
     )
@@ -445,7 +445,7 @@ class AugmentConfig:
     )
     MEAN: list[float] | None = key(
         None,
-        "mean of each channel, on the 0-1 scale; null is that of the pretrained weights, else 0.5 for "
+        "mean of each channel, on the 0-1 scale; null takes the pretrained weights' own, else 0.5 for "
         "each; for grey images, three values here and in STD become one",
     )
     STD: list[float] | None = key(
@@ -489,7 +489,7 @@ class AutoBatchConfig:
     )
     START: int | None = _search_key(
         "start",
-        "size to try first, such as that of another run; null: in a sweep that of its newest run",
+        "size to try first, such as an earlier result; null: in a sweep the size of its newest run",
     )
     START_VAL: int | None = _search_key("start", "START of validation")
     STEPS_PER_TRIAL: int = _search_key("steps_per_trial")
@@ -519,7 +519,7 @@ class AutoBatchConfig:
     TIMEOUT_MINUTES: float = _search_key("timeout_minutes", unit="minutes")
     FIT: list[str] = key(
         lambda: ["none"],
-        "what is switched on in turn until the wanted training size fits: `none`, "
+        "remedies to switch on in turn until the wanted training size fits: `none`, "
         "`checkpointing` (TRAIN.GRADIENT_CHECKPOINTING True), `shard` (DIST.SHARDING full)",
         choices=("none", "checkpointing", "shard"),
         check=_fit,
@@ -543,7 +543,7 @@ class DataConfig:
     BATCH_SIZE_VAL: int = key("${DATA.BATCH_SIZE}", "samples of a validation batch, per rank", ge=1)
     IMG_SIZE: Any = key(
         None,
-        "side of a square image, or [height, width]; null is that of the weights, else the dataset's own "
+        "side of a square image, or [height, width]; null takes the weights' own, else the dataset's own "
         "(224 for files)",
         unit="pixels",
         check=_image_size,
@@ -647,7 +647,7 @@ class ModelConfig:
     )
     FREEZE: Any = key(
         "none",
-        "what does not train: `none`, `backbone`, or patterns of parameter names such as "
+        "frozen parameters: `none`, `backbone`, or patterns of parameter names such as "
         "`backbone.layer1.*` (one, or a list)",
         check=_freeze,
     )
@@ -725,7 +725,7 @@ class OptimizerConfig:
     )
     LAYER_DECAY: float | None = key(
         None,
-        "learning rate of a layer as a fraction of that of the layer behind it; the heads have LR; "
+        "learning rate of a layer as a fraction of the next layer's learning rate; the heads have LR; "
         "null is the same learning rate for all",
         gt=0,
         le=1,
@@ -793,13 +793,13 @@ class ScheduleConfig:
         5,
         "`plateau`: validations without improvement that are tolerated; the next one lowers "
         "the learning rate. "
-        "Metric and MIN_DELTA are those of TRAIN.EARLY_STOPPING",
+        "TRAIN.EARLY_STOPPING sets metric and MIN_DELTA",
         unit="validations",
         ge=0,
     )
     DECAY_EPOCHS: float | None = key(
         None,
-        "`wsd`: length of the decay at the end; null is a fifth of what follows the warm-up",
+        "`wsd`: length of the decay at the end; null is a fifth of the run after the warm-up",
         unit="epochs",
         gt=0,
     )
@@ -888,8 +888,8 @@ class TrainConfig:
     EARLY_STOPPING: EarlyStoppingConfig = key(EarlyStoppingConfig, "end before the last epoch")
     UNFREEZE_EPOCH: int | None = key(
         None,
-        "the first epoch, counted from 1, in which what MODEL.FREEZE has frozen trains too; null "
-        "keeps it frozen",
+        "first epoch, counted from 1, in which the parameters frozen by MODEL.FREEZE train too; null "
+        "keeps them frozen",
         ge=1,
     )
     EFFECTIVE_BATCH_SIZE: int | None = key(
@@ -927,7 +927,7 @@ class TrainConfig:
     )
     ON_OUT_OF_MEMORY: str = key(
         "raise",
-        "when training runs out of memory: `raise` ends the run and says what held the memory; "
+        "when training runs out of memory: `raise` ends the run and lists the contents of the memory; "
         "`split` takes the optimizer step again with micro-batches of half the size, and trains on "
         "with these. "
         "With several ranks `split` ends the run with a checkpoint, which AUTO_RESUME resumes so",
@@ -976,7 +976,7 @@ class TrainConfig:
     )
     RESUME_WITH: str | None = key(
         None,
-        "what a resumed run takes from this configuration although its checkpoint has another value: "
+        "values that a resumed run takes from this configuration instead of its checkpoint: "
         "`lr` takes the learning rate, the weight decay, their scaling and SCHEDULE; null refuses a change",
         choices=("lr",),
     )
@@ -1007,8 +1007,8 @@ class DistConfig:
     )
     SHARD_BLOCKS: list[str] | None = key(
         None,
-        "submodules that are gathered one at a time, by name or class, with wildcards; null takes what "
-        "stands repeatedly in a Sequential or ModuleList",
+        "submodules that are gathered one at a time, by name or class, with wildcards; null takes "
+        "repeated submodules of a Sequential or ModuleList",
     )
     PARAM_DTYPE: str = key("fp32", "number format of gathered parameters", choices=("fp32", "bf16"))
     REDUCE_DTYPE: str = key(

@@ -31,7 +31,7 @@ WANTED: Mapping[Any, str] = {
     list: "a list such as [a, b]",
     dict: "a mapping such as {name: value}",
 }
-"""What a key of each type takes."""
+"""Values that a key of each type takes."""
 _OF_DATA: Mapping[str, Any] = {
     "CROP_SCALE": ([0.35, 1.0], [0.8, 1.0]),
     "HFLIP": (0.5, 0.0),

@@ -44,7 +44,7 @@ def is_image(name: str, unread: Counter[str]) -> bool:
 
 
 def unread_note(unread: Mapping[str, int]) -> str:
-    """How many files are not read because of their endings, and what reads them; empty for none.
+    """Count files that are not read because of their endings, and name their reader; empty for none.
 
     >>> unread_note({".txt": 1, "": 2})
     '3 files with other endings are not read: no ending 2, .txt 1'

@@ -19,7 +19,7 @@ from linnaeus.runtime.rng import derive_seed, seed_generators
 
 
 class Batch(NamedTuple):
-    """What one training or validation step consumes.
+    """Input of one training or validation step.
 
     Attributes:
         inputs: pixels, uint8 tensor [B, C, H, W], which the device normalises; where a user's dataset gives
@@ -46,7 +46,7 @@ def describe(value: Any) -> str:
 
 
 def batch_size(batch: Batch) -> int:
-    """Number of samples in a batch.
+    """Return the number of samples in a batch.
 
     The length of the targets, or else of the inputs, where that is a tensor; otherwise the length that all
     tensors in the batch share; otherwise, as detection models have it, the length of the list of inputs.
@@ -189,7 +189,7 @@ class BatchSpec:
         return Batch(inputs, targets, self._base.choices)
 
     def load(self, n: int) -> Batch:
-        """A batch of n samples on the host, made as a loader in this process makes it.
+        """Return a batch of n samples on the host, made as a loader in this process makes it.
 
         Each sample is a copy until they are collated. The C library does not return the memory of small
         samples to the system, so a process that loads data holds more than its batch.
@@ -245,5 +245,5 @@ def _filled(base: Tensor, length: int, device: torch.device | str) -> Tensor:
 
 
 def is_image_batch(leaf: Any) -> bool:
-    """Whether it is a floating-point tensor of 4 dimensions."""
+    """Return whether it is a floating-point tensor of 4 dimensions."""
     return isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point()

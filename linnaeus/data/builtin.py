@@ -77,12 +77,12 @@ class ImageTensors(Dataset[tuple[Tensor, Tensor]]):
         return self.transform(self.images[index]), self.targets[index]
 
     def take(self, rows: Tensor) -> ImageTensors:
-        """The samples at these indices."""
+        """Return the samples at these indices."""
         return replace(self, images=self.images[rows], targets=self.targets[rows])
 
 
 def build_digits(config: DataConfig) -> DataBundle:
-    """The 1,797 grey digits of 8 x 8 pixels with two levels, `shape` above `digit`.
+    """Return the 1,797 grey digits of 8 x 8 pixels with two levels, `shape` above `digit`.
 
     Validation is a part held out, stratified by digit and the same in every run.
     """

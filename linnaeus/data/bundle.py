@@ -1,4 +1,4 @@
-"""The splits as training takes them, and what is asked of any dataset: its length, labels and sizes."""
+"""The splits for training, and the interface of any dataset: its length, labels and sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnMain = Callable[[Callable[[], Any]], Any]
 
 @dataclass
 class DataBundle:
-    """The splits, and what the model must know about them.
+    """The splits, and their properties that the model needs.
 
     Attributes:
         train, val: map-style datasets; a sample is (input, target).
@@ -33,10 +33,10 @@ class DataBundle:
         in_chans: channels of an input [C, H, W]; None where inputs are not images.
         img_size: height and width of an input, in pixels; None where inputs are not images.
         collate: turns a list of samples into a `Batch`.
-        report: sentences for the user about what was found, held out or left out.
+        report: sentences for the user about samples found, held out or left out.
         preprocessing: how an image becomes an input in validation; None where the dataset gives tensors.
         index: gives the labels of class names; None where there is no more to it than the taxonomy's names.
-        on_device: what the device does to batches; validation is neither erased nor mixed.
+        on_device: transforms of batches on the device; validation is neither erased nor mixed.
         test: a third split, for one evaluation at the end; None where there is none.
         source: the folder, the manifest or the name of the dataset, for the report.
     """

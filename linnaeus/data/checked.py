@@ -132,7 +132,7 @@ def _measured(
     channels: int,
     decoding: Decoding,
 ) -> list[T]:
-    """What the function gives, other than None, for up to `MOST_IMAGES` intact files, evenly spread."""
+    """Results of the function, other than None, for up to `MOST_IMAGES` intact files, spread evenly."""
 
     def measure(file: str) -> T | None:
         with suppress(Exception):  # whatever a damaged file raises
@@ -146,7 +146,7 @@ def _measured(
 
 
 def _open_cache() -> sqlite3.Connection:
-    """The cache of the user and this version of Pillow; one in memory where it fails."""
+    """Return the cache of the user and this version of Pillow; one in memory where it fails."""
     with suppress(OSError, RuntimeError, sqlite3.Error):  # RuntimeError: no home folder
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "linnaeus"
         folder.mkdir(parents=True, exist_ok=True)

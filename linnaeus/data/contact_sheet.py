@@ -85,7 +85,7 @@ def draw_samples(data: DataBundle, path: Path, seed: int) -> None:
 
 
 def _caption(labels: Tensor, taxonomy: Taxonomy) -> str:
-    """A line for each level, or for each of several labels."""
+    """Return a line for each level, or for each of several labels."""
     if taxonomy.is_multilabel:
         classes = taxonomy.levels[0].classes
         names = [classes[label] for label in labels.eq(1).nonzero()[:, 0].tolist()][:3]

@@ -35,7 +35,7 @@ TABLES: dict[str, Finder] = {
     "huggingface": find_huggingface,
     "webdataset": find_webdataset,
 }
-"""What finds the splits of a dataset that is read as tables."""
+"""Functions that find the splits of a dataset in tables."""
 _KEYS_OF = {
     **dict.fromkeys(("LABEL_SEPARATOR", "SPLIT_COLUMN", "GROUP_COLUMN"), (*TABLES,)),
     "FOLD": ("imagefolder", *TABLES),

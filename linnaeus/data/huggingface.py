@@ -52,7 +52,7 @@ def find_huggingface(dataset: DatasetConfig, notes: list[str]) -> dict[str, Call
 
 
 def _load(root: str | None) -> dict[str, Any]:
-    """The splits of a dataset, by name."""
+    """Return the splits of a dataset, by name."""
     try:
         from datasets import Dataset, load_dataset, load_from_disk
     except ImportError as error:
@@ -89,7 +89,7 @@ def _load(root: str | None) -> dict[str, Any]:
 
 
 def _read(data: Any, name: str, dataset: DatasetConfig, notes: list[str]) -> Table:
-    """The rows of a split: its labels as texts, and the path of each image."""
+    """Return the rows of a split: its labels as texts, and the path of each image."""
     from datasets import ClassLabel, Image, Value
 
     path = Path(f"{dataset.ROOT} ({name})")

@@ -64,7 +64,7 @@ class Decoding:
 
     @classmethod
     def of(cls, config: DataConfig) -> Decoding:
-        """The decoding that the DATA node asks for, without what is measured."""
+        """Return the decoding of the DATA node, without measured values."""
         red, green, blue = (config.BACKGROUND * 3)[:3]  # one value, or three
         is_fast = config.DECODE == "fast"
         return cls((red, green, blue), config.BIT_DEPTH, is_fast, config.MAX_PIXELS)
@@ -108,7 +108,7 @@ def load_image(
 def decode(
     path: str | Path, channels: int, decoding: Decoding, min_size: MinSize | None = None
 ) -> Tensor:
-    """Return what `load_image` returns; a `DataError` leaves naming the file to the caller."""
+    """Return the same as `load_image`; a `DataError` leaves naming the file to the caller."""
     with readable():
         opened = _open(path, channels, decoding)
         if not isinstance(opened, Image.Image):
@@ -180,7 +180,7 @@ def pixels_of(image: Image.Image) -> Tensor:
 def file_range(
     path: str, channels: int, decoding: Decoding
 ) -> tuple[float, float, str, str] | None:
-    """Return what `range_of` gives, the key of `Decoding` for such values, and the path; None for 8 bits."""
+    """Return the result of `range_of`, its key of `Decoding`, and the path; None for 8 bits."""
     opened = _open(path, channels, decoding)
     if isinstance(opened, Image.Image):
         with opened:
@@ -239,7 +239,7 @@ def _open(path: str | Path, channels: int, decoding: Decoding) -> Image.Image | 
 
 
 def _open_pillow(path: str | Path | BytesIO, decoding: Decoding) -> Image.Image:
-    """Open an image that Pillow reads by itself, whatever the file's name says."""
+    """Open an image that Pillow reads, whatever its file name."""
     # Pillow has one limit for the process, above which it warns. The limit is raised, never lowered.
     if Image.MAX_IMAGE_PIXELS is not None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, decoding.max_pixels)

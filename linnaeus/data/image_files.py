@@ -42,7 +42,7 @@ _JPEG = (b".jpg", b".jpeg", b".JPG", b".JPEG")
 
 
 def encoded(paths: Iterable[str]) -> Paths:
-    """The paths as bytes."""
+    """Return the paths as bytes."""
     return np.array([path.encode("utf-8", "surrogateescape") for path in paths], dtype=np.bytes_)
 
 
@@ -85,11 +85,11 @@ class Listing:
         *,
         is_table: bool = False,
     ) -> Listing:
-        """The listing of paths with the class names of each."""
+        """Return the listing of paths with the class names of each."""
         return cls(source, root, encoded(paths), *distinct(lineages), is_table=is_table)
 
     def file(self, position: int) -> str:
-        """The path of one image."""
+        """Return the path of one image."""
         return os.path.join(self.root, os.fsdecode(self.paths[position]))  # noqa: PTH118
 
     @property
@@ -103,7 +103,7 @@ class Listing:
         return np.bincount(self.lineage_ids, minlength=len(self.lineages)).tolist()  # type: ignore[no-any-return]
 
     def take(self, positions: Places | Mask) -> Listing:
-        """The listing of some of the samples, by position or by a mask."""
+        """Return the listing of some of the samples, by position or by a mask."""
         held, numbers = np.unique(self.lineage_ids[positions], return_inverse=True)
         return replace(
             self,
@@ -121,7 +121,7 @@ class FoundFiles:
     Attributes:
         splits: the listing of each split that there is.
         level_names: names of the elements of a lineage, coarse to fine; None where the source gives none.
-        notes: sentences for the user about what is not read.
+        notes: sentences for the user about unread files.
         make_index: gives the classes of the training samples. Raises a `DataError` where these cannot be
             learned: a level with one class, or columns from fine to coarse.
     """
@@ -155,7 +155,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return len(self.listing.paths)
 
     def take(self, rows: Tensor) -> ImageFiles:
-        """The samples at these indices."""
+        """Return the samples at these indices."""
         held, listing = rows.numpy(), self.listing
         paths, ids = listing.paths[held], listing.lineage_ids[held]
         return replace(self, listing=replace(listing, paths=paths, lineage_ids=ids, groups=None))
@@ -171,7 +171,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return self.labels[torch.from_numpy(self.listing.lineage_ids)]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """The pixels of a sample, uint8 [C, height, width], and its labels [L]."""
+        """Return the pixels of a sample, uint8 [C, height, width], and its labels [L]."""
         assert self.transform is not None
         path = self.listing.file(index)
         image = load_image(path, self.channels, self.decoding, self.transform.min_size)
@@ -210,7 +210,7 @@ def optional_test(notes: list[str], split: str, dataset: DatasetConfig) -> Itera
 
 
 def find_splits(files: FoundFiles, config: DataConfig, *, reads_images: bool = True) -> FileSplits:
-    """The splits of the files, labeled.
+    """Return the splits of the files, labeled.
 
     Without a validation split, the test split takes its place. Without either, a stratified part of the
     training samples is held out. With `reads_images`, ranges of values are measured, and `ON_BAD_IMAGE skip`
@@ -255,7 +255,7 @@ def find_splits(files: FoundFiles, config: DataConfig, *, reads_images: bool = T
 
 
 def bundle_files(splits: FileSplits, config: DataConfig) -> DataBundle:
-    """The bundle of splits of image files.
+    """Return the bundle of splits of image files.
 
     Raises:
         ConfigError: the augmentation does not fit.
@@ -300,7 +300,7 @@ def make_split(
 
     Args:
         listing: the files, in the form of the index.
-        report: gets sentences on what is left out and on labels that are unknown.
+        report: gets sentences on omitted samples and unknown labels.
         remedy: ends the error for samples of classes that the index lacks; None leaves these samples out.
         needs_labels: refuse samples without any label of the finest level.
         reads_images: decode files to find damaged ones.
@@ -500,7 +500,7 @@ def report_repeated(train: Listing, held_out: Sequence[Listing], report: list[st
 
 
 def _hashes(listing: Listing) -> Places:
-    """A number of 64 bits for the path of each file; those of different files differ."""
+    """Return a number of 64 bits for the path of each file; different files have different numbers."""
     folder = os.fsencode(listing.root / "x")[:-1]
     whole = (path if path.startswith(b"/") else folder + path for path in listing.paths)
     return np.fromiter(map(hash, whole), np.int64, len(listing.paths))
@@ -549,7 +549,7 @@ def _encode_sets(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor
 
 
 def _wide_files(listing: Listing) -> list[str]:
-    """The files whose values may have more than 8 bits."""
+    """Return the files whose values may have more than 8 bits."""
     is_jpeg = np.logical_or.reduce([np.strings.endswith(listing.paths, end) for end in _JPEG])
     return [listing.file(int(position)) for position in np.flatnonzero(~is_jpeg)]
 
@@ -585,7 +585,7 @@ def require_files(listing: Listing, config: DataConfig) -> None:
 
 
 def _missing(root: bytes, folder: bytes, paths: Paths) -> list[str]:
-    """The files of one folder that do not exist; the folder is listed once."""
+    """Return the files of one folder that do not exist; the folder is listed once."""
     held: set[bytes] = set()
     with suppress(OSError), os.scandir(os.path.join(root, folder or b".")) as entries:  # noqa: PTH118
         held = {entry.name for entry in entries if entry.is_file()}

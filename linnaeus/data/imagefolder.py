@@ -30,7 +30,7 @@ from linnaeus.runtime.run_folder import CLAIMS, RUN
 from linnaeus.runtime.words import counted, several
 
 _OF_RUNS = frozenset((RUN, CLAIMS, SWEEP, STUDY))
-"""What the folder of a run or a sweep holds as soon as the data are read."""
+"""Files in a run directory or sweep as soon as the data are read."""
 _INAT_FOLDER = re.compile(r"\d+_((?:[^_]+_){5})([^_]+)_(.+)")
 """A class folder of iNaturalist 2021: number, kingdom to family, genus, epithet."""
 
@@ -90,7 +90,7 @@ def read_folders(
 
 
 def _split_folders(dataset: DatasetConfig, notes: list[str]) -> dict[str, Path]:
-    """The folder of each split that there is; ROOT itself is that of training where there is none.
+    """Return the folder of each existing split; without one, ROOT is the training folder.
 
     A TRAIN that is named may be missing.
     """
@@ -135,13 +135,13 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _subfolders(folder: Path) -> list[str]:
-    """The folders in a folder. Runs are left out where they could hide splits: beside a few others."""
+    """Return the folders in a folder. Runs are left out where they could hide splits: beside a few others."""
     found = [path for path in _entries(folder) if path.is_dir() and not is_ignored(path.name)]
     return [path.name for path in found if len(found) > 9 or not _holds_runs(path)]
 
 
 def _holds_runs(folder: Path) -> bool:
-    """Whether a folder is that of a run or a sweep, or all folders below are."""
+    """Return whether a folder is a run directory or a sweep, or all folders below are."""
     _, folders, files = next(os.walk(folder), ("", [], []))
     below = [folder / name for name in folders if not is_ignored(name)]
     is_run = not _OF_RUNS.isdisjoint([*folders, *files])
@@ -170,7 +170,7 @@ def _read_folder(
     pad_to: int,
     unread: Counter[str],
 ) -> Listing:
-    """The images of a folder; `unread` counts other files."""
+    """Return the images of a folder; `unread` counts other files."""
     images = _walk(folder, unread, need_all=split == "train")
     parts = [_class_names(folder, path.rpartition("/")[0]) for path in images]
     constant = set(parts[0]).intersection(*{*parts})
@@ -196,7 +196,7 @@ def _read_folder(
 
 @functools.lru_cache(maxsize=1)
 def _class_names(folder: Path, parents: str) -> tuple[str, ...]:
-    """The names of class folders, with one spelling for each accented letter.
+    """Return the names of class folders, with one spelling for each accented letter.
 
     The name of a folder of iNaturalist 2021 has the names of seven levels.
 
@@ -261,7 +261,7 @@ def _check_depth(
 
 
 def _walk(folder: Path, unread: Counter[str], *, need_all: bool) -> list[str]:
-    """The paths of all images, relative to the folder, files before folders and each sorted.
+    """Return the paths of all images, relative to the folder, files before folders and each sorted.
 
     `unread` counts the files with other endings.
     """
@@ -297,7 +297,7 @@ def _walk(folder: Path, unread: Counter[str], *, need_all: bool) -> list[str]:
 
 
 def _index(train: Listing | None, names: Sequence[str] | None) -> LabelIndex:
-    """The classes of the training folders."""
+    """Return the classes of the training folders."""
     assert train is not None
     depth = len(train.lineages[0])
     if names is None:

@@ -327,7 +327,7 @@ def _start_worker(closing: Event, _: int) -> None:
     """Leave signals to the training process: launchers send them to all processes of a rank.
 
     A worker that ended at once would break off the epoch, before the training loop has saved a checkpoint. If
-    the training process dies, torch's worker loop ends by itself.
+    the training process dies, torch's worker loop ends.
     """
 
     def end_if_closing(*_: object) -> None:

@@ -56,7 +56,7 @@ _UNNAMED = re.compile(r"(unnamed: \d+)?", re.IGNORECASE)
 _LABEL_COLUMNS = frozenset(("label", "labels", "class", "target", "category", "y"))
 """Columns, case-folded, whose 0 and 1 are two classes."""
 _QUOTES = re.compile(r"""[][]|(?<=[\[ ])['"]|['"](?=[,\]])""")
-"""What stands around the names of a cell that is a Python list."""
+"""Characters around the names of a cell that is a Python list."""
 _SET_SEPARATORS = (";", "|", "/", "\t")
 _CHUNK = 100_000
 """Rows that are read at once."""
@@ -92,7 +92,7 @@ class Table:
 
     @property
     def others(self) -> list[str]:
-        """The columns beside those of images and groups."""
+        """Return the columns other than images and groups."""
         return [name for name in self.rows if name != self.group_column]
 
     def find(self, name: str) -> str | None:
@@ -156,7 +156,7 @@ class _Labels:
 
     @classmethod
     def of(cls, table: Table) -> _Labels:
-        """The labels of the training manifest.
+        """Return the labels of the training manifest.
 
         Raises:
             ConfigError: columns that are no levels.
@@ -178,7 +178,7 @@ class _Labels:
         return cls(list(levels), columns, separator=dataset.LABEL_SEPARATOR)
 
     def files(self, tables: Mapping[str, Table], notes: list[str]) -> FoundFiles:
-        """The samples of each split."""
+        """Return the samples of each split."""
         unknown: dict[Path, Counter[str]] = defaultdict(Counter)
         found: dict[str, Listing] = {}
         for split, table in tables.items():
@@ -191,7 +191,7 @@ class _Labels:
         return FoundFiles(found, tuple(self.levels), notes, make_index)
 
     def _index(self, train: Listing | None) -> LabelIndex:
-        """The classes of the training manifest."""
+        """Return the classes of the training manifest."""
         assert train is not None
         cells = {cell or "" for lineage in train.lineages for cell in lineage}
         if self.separator and not self.are_flags and self.separator not in "".join(cells):
@@ -205,7 +205,7 @@ class _Labels:
         return index
 
     def _listing(self, table: Table, unknown: Counter[str]) -> Listing:
-        """The samples of a manifest; counts the words for unknown labels."""
+        """Return the samples of a manifest; counts the words for unknown labels."""
         columns = table.require(self.columns, None)
         rows, numbers = _distinct(table.rows[columns])
         found: list[Lineage] = []
@@ -239,7 +239,7 @@ Finder = Callable[[DatasetConfig, list[str]], dict[str, Callable[[], Table]]]
 
 
 def find_manifests(dataset: DatasetConfig, notes: list[str]) -> dict[str, Callable[[], Table]]:
-    """The manifest of each split that there is, and how to read it."""
+    """Return the manifest of each split that there is, and how to read it."""
     return {
         split: partial(_read, path, dataset) for split, path in _manifest_paths(dataset).items()
     }
@@ -277,7 +277,7 @@ def read_evaluated_tables(
         dataset: the DATA.DATASET node. As many LEVELS as the run has levels name their columns.
         find: finds the tables.
         taxonomy: the levels of the run.
-        is_run_dataset: whether the node is that of the run.
+        is_run_dataset: whether the node is the run's own.
     """
     notes: list[str] = []
     readers = find(dataset, notes)
@@ -301,7 +301,7 @@ def read_evaluated_tables(
 def _split_tables(
     dataset: DatasetConfig, readers: Mapping[str, Callable[[], Table]], notes: list[str]
 ) -> dict[str, Table]:
-    """The rows of each split that there is: those of its manifest, divided by its column of splits.
+    """Return the rows of each split that there is: those of its manifest, divided by its column of splits.
 
     A column of splits moves rows from the training manifest to a split without a manifest of its own.
     """
@@ -333,7 +333,7 @@ def _split_tables(
 
 
 def _divided(table: Table, *, is_train: bool) -> dict[str, Table]:
-    """The rows of each split, without the column that says it; empty where no column does."""
+    """Return the rows of each split, without the column that says it; empty where no column does."""
     dataset, given = table.dataset, table.dataset.SPLIT_COLUMN
     if given is not None:
         if not is_train and table.find(given) is None:
@@ -370,7 +370,7 @@ def _divided(table: Table, *, is_train: bool) -> dict[str, Table]:
 
 
 def _distinct(rows: pd.DataFrame) -> tuple[pd.DataFrame, Places]:
-    """The different rows as texts, in order of first occurrence, and the place of each row there."""
+    """Return the different rows as texts, in order of first occurrence, and the place of each row there."""
     numbers = np.zeros(len(rows), dtype=np.int64)
     for _, cells in rows.items():
         numbers, _ = pd.factorize(numbers * len(cells.cat.categories) + cells.cat.codes.to_numpy())
@@ -379,7 +379,7 @@ def _distinct(rows: pd.DataFrame) -> tuple[pd.DataFrame, Places]:
 
 
 def _are_flags(table: Table, columns: Sequence[str]) -> bool:
-    """Whether each column is a class, with 1 for its samples and 0 for others.
+    """Return whether each column is a class, with 1 for its samples and 0 for others.
 
     Two columns with flags are classes only where no row has both.
     """
@@ -391,7 +391,7 @@ def _are_flags(table: Table, columns: Sequence[str]) -> bool:
 
 
 def _num_set(table: Table, columns: Sequence[str]) -> pd.Series[int]:
-    """The number of flags that are set in each kind of row."""
+    """Return the number of flags that are set in each kind of row."""
     return _distinct(table.rows[table.require(columns, None)])[0].map(is_true).sum(axis=1)
 
 
@@ -399,7 +399,7 @@ def _check_levels(table: Table, columns: list[str]) -> None:
     """Refuse columns that are no levels: numbers, groups, several labels, unique values, or no nesting.
 
     Raises:
-        ConfigError: says what the columns look like.
+        ConfigError: describes the columns.
     """
     kinds, numbers = _distinct(table.rows[columns])
     rows, num_rows = kinds.replace("", None), np.bincount(numbers)
@@ -439,7 +439,7 @@ def _check_levels(table: Table, columns: list[str]) -> None:
 
 
 def _separator(cells: Sequence[str]) -> str | None:
-    """The sign between several labels in a cell; None where each cell is one label.
+    """Return the sign between several labels in a cell; None where each cell is one label.
 
     A comma may be part of a name, such as `tench, Tinca tinca`. It parts labels that recur in other cells:
     they are no more than cells, or stand in brackets.
@@ -457,7 +457,7 @@ def _separator(cells: Sequence[str]) -> str | None:
 def _columns_of_levels(
     table: Table, dataset: DatasetConfig, names: Sequence[str]
 ) -> dict[str, str]:
-    """The column of each level that the manifest has."""
+    """Return the column of each level that the manifest has."""
     levels = names
     if dataset.LEVELS not in (None, [*names]) and len(dataset.LEVELS) == len(names):
         levels = table.require(dataset.LEVELS, "DATA.DATASET.LEVELS")
@@ -473,7 +473,7 @@ def _columns_of_levels(
 
 
 def _manifest_paths(dataset: DatasetConfig) -> dict[str, Path]:
-    """The manifest of each split that there is; that of training may be missing."""
+    """Return the manifest of each split that there is; that of training may be missing."""
     root = Path(dataset.ROOT or "").expanduser()
     keys = {split: getattr(dataset, split.upper()) for split in SPLITS}
     paths = {split: root / Path(name).expanduser() for split, name in keys.items() if name}
@@ -583,7 +583,7 @@ def values(column: Any) -> Iterator[Any]:
 
 
 def categories(cells: Iterable[Any], names: Sequence[str] = ()) -> pd.Categorical:
-    """The texts of cells; "" where there is no label.
+    """Return the texts of cells; "" where there is no label.
 
     Args:
         cells: texts, numbers, lists of them, which become texts as Python writes them, or None.
@@ -601,14 +601,14 @@ def categories(cells: Iterable[Any], names: Sequence[str] = ()) -> pd.Categorica
 
 
 def _joined(parts: Sequence[pd.Categorical]) -> pd.Categorical:
-    """The cells of a column below its header, without spaces around them."""
+    """Return the cells of a column below its header, without spaces around them."""
     whole = union_categoricals(parts)[1:].remove_unused_categories()
     numbers, texts = pd.factorize(np.array([*map(str.strip, whole.categories)], dtype=object))
     return pd.Categorical.from_codes(numbers[whole.codes], texts)
 
 
 def image_column(path: Path, names: list[str], dataset: DatasetConfig) -> str:
-    """The column of image paths: that of the configuration, else the first with a usual name."""
+    """Return the column of image paths: that of the configuration, else the first with a usual name."""
     usual = [found for name in _IMAGE_COLUMNS if (found := _find(names, name)) is not None]
     name = dataset.IMAGE_COLUMN or (usual or _IMAGE_COLUMNS)[0]
     return _require(path, names, [name], "DATA.DATASET.IMAGE_COLUMN")[0]
@@ -648,7 +648,7 @@ def _files(table: Table) -> tuple[Path, Paths]:
 
 
 def _with_endings(root: Path, paths: Iterable[str]) -> list[str]:
-    """The paths, each with the ending of the image of this name, where there is one."""
+    """Return the paths, each with the ending of the image of this name, where there is one."""
     images: dict[str, dict[str, str]] = {}
     found = []
     for path in paths:

@@ -204,12 +204,12 @@ def build_device_transform(
 
 
 def is_mixing(augment: AugmentConfig) -> bool:
-    """Whether training batches are mixed."""
+    """Return whether training batches are mixed."""
     return augment.MIXUP > 0 or augment.CUTMIX > 0
 
 
 def mixed_epochs(augment: AugmentConfig, num_epochs: int) -> int:
-    """Number of epochs, from the first, whose batches are mixed.
+    """Return the number of epochs, from the first, whose batches are mixed.
 
     Raises:
         ConfigError: mixing is on, and no epoch is left for it.

@@ -42,7 +42,7 @@ class EpochSampler(Sampler[SampleKey]):
         self.skip = 0
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Choose what comes next: an epoch, without its first `skip` samples over all ranks."""
+        """Select the next epoch, without its first `skip` samples over all ranks."""
         self.epoch = epoch
         self.skip = skip
 

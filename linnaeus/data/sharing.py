@@ -1,4 +1,4 @@
-"""Whether loader processes can work with a dataset: it must not hold what only its own process can use."""
+"""Whether loader processes can use a dataset: it must not hold objects of one process alone."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def save_split(data: DataBundle, path: Path) -> None:
 
 
 def _columns(dataset: Any, taxonomy: Taxonomy) -> tuple[list[str], dict[str, Any]]:
-    """The absolute path of each image, and the cells of each level."""
+    """Return the absolute path of each image, and the cells of each level."""
     import numpy as np
 
     files = [*map(os.path.abspath, dataset.files)]
@@ -77,7 +77,7 @@ def escape(name: str) -> str:
 
 
 def unescape(cell: str) -> str:
-    """The class name in a cell."""
+    """Return the class name in a cell."""
     is_escaped = cell.startswith("\\") and cell.lstrip("\\") in UNKNOWN_WORDS
     return cell[1:] if is_escaped else cell
 
@@ -102,7 +102,7 @@ def read_rows(path: Path) -> tuple[Any, ...]:
 
 
 def read_split(path: Path, split: str) -> tuple[list[str], list[Lineage]]:
-    """The images of a split and their class names.
+    """Return the images of a split and their class names.
 
     Raises:
         DataError: the file cannot be read, or has no image of the split.

@@ -38,13 +38,13 @@ _ATTRIBUTE = re.compile(
 )
 """A word of a column's name that says group, attribute or identifier."""
 is_filler = re.compile("(image|img|photo|picture|sample)s?", re.IGNORECASE).fullmatch
-"""Whether a folder is called by what it holds in any data set."""
+"""Whether a folder has a generic name, such as `images`."""
 is_no_class = re.compile("unlabell?ed|extra|background|pred", re.IGNORECASE).match
 """Whether a folder beside `train` has images without labels by its name."""
 
 
 def _words(name: str) -> list[str]:
-    """The words of a name, case-folded and without digits.
+    """Return the words of a name, case-folded and without digits.
 
     >>> _words("PatientID"), _words("Hold-out_2")
     (['patient', 'id'], ['holdout'])
@@ -54,7 +54,7 @@ def _words(name: str) -> list[str]:
 
 
 def names_splits(column: str) -> bool:
-    """Whether the name of a column says that its cells are splits or folds.
+    """Return whether the name of a column says that its cells are splits or folds.
 
     >>> [names_splits(name) for name in ("data_split", "KFold", "split_id", "moon_phase", "label")]
     [True, True, True, False, False]
@@ -63,7 +63,7 @@ def names_splits(column: str) -> bool:
 
 
 def names_attribute(column: str) -> bool:
-    """Whether the name of a column says that its cells are groups, attributes, identifiers or splits.
+    """Return whether the name of a column says that its cells are groups, attributes, identifiers or splits.
 
     >>> [names_attribute(name) for name in ("PatientID", "site2", "cameras", "family", "species")]
     [True, True, True, False, False]
@@ -72,7 +72,7 @@ def names_attribute(column: str) -> bool:
 
 
 def parse_split_name(name: str) -> tuple[str, str] | None:
-    """The split that a name means, and the rest of the name; None where it means none.
+    """Return the split that a name means, and the rest of the name; None where it means none.
 
     >>> [parse_split_name(name) for name in ("Training", "train2017", "ValSet", "cub_test_images")]
     [('train', ''), ('train', ''), ('val', ''), ('test', 'cub')]
@@ -94,7 +94,7 @@ def parse_split_name(name: str) -> tuple[str, str] | None:
 
 
 def find_folders(names: Iterable[str], *, is_given: bool = False) -> dict[str, list[str]]:
-    """The folders of each split among the folders of a data set; empty where they are no splits.
+    """Return the folders of each split among the folders of a data set; empty where they are no splits.
 
     Folders are splits where one is for training and another is not, or where each of them is a split by its
     plain name. A data set's name in front or behind has to be the same for all. With `is_given`, the
@@ -119,7 +119,7 @@ def find_folders(names: Iterable[str], *, is_given: bool = False) -> dict[str, l
 
 
 def pick_folder(split: str, names: Sequence[str]) -> str:
-    """The one folder of a split; its plain name wins.
+    """Return the one folder of a split; its plain name wins.
 
     Raises:
         ConfigError: there are several.
@@ -133,7 +133,7 @@ def pick_folder(split: str, names: Sequence[str]) -> str:
 
 
 def find_names(names: Sequence[str]) -> dict[str, str]:
-    """The name of each split among the names of all; one alone is for training.
+    """Return the name of each split among the names of all; one alone is for training.
 
     >>> find_names(["train", "validation"]), find_names(["birds"])
     ({'train': 'train', 'val': 'validation'}, {'train': 'birds'})
@@ -144,17 +144,17 @@ def find_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def is_true(cell: str) -> bool:
-    """Whether a cell of flags is set."""
+    """Return whether a cell of flags is set."""
     return cell.casefold() in _TRUE
 
 
 def is_flags(cells: Iterable[str]) -> bool:
-    """Whether all cells are 0 or 1, or other words for them; empty ones do not count."""
+    """Return whether all cells are 0 or 1, or other words for them; empty ones do not count."""
     return {cell.casefold() for cell in cells} - {""} <= _TRUE | _FALSE
 
 
 def parse_split_cells(column: str, cells: Iterable[str]) -> dict[str, str] | None:
-    """The split that each value of a manifest's column means; None where it is no column of splits.
+    """Return the split that each value of a manifest's column means; None where it is no column of splits.
 
     >>> parse_split_cells("Set", ["Training", "Test"]), parse_split_cells("is_valid", ["True", "False"])
     ({'Test': 'test', 'Training': 'train'}, {'False': 'train', 'True': 'val'})
@@ -173,7 +173,7 @@ def parse_split_cells(column: str, cells: Iterable[str]) -> dict[str, str] | Non
 def find_column(
     columns: Mapping[str, Sequence[str]], given: str | None, *, is_strict: bool
 ) -> tuple[str, dict[str, str]] | None:
-    """The column of splits of a manifest, and the split of each of its values; None where it has none.
+    """Return the column of splits of a manifest, and the split of each of its values; None where it has none.
 
     Args:
         columns: the cells of each column.

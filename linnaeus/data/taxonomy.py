@@ -90,7 +90,7 @@ class Taxonomy:
         return bool(self.separator)
 
     def split(self, cell: str) -> list[str]:
-        """The names in a cell with several labels, sorted.
+        """Return the names in a cell with several labels, sorted.
 
         >>> Taxonomy((Level("tag", ("cat", "dog")),), separator=";").split("dog; cat;;dog")
         ['cat', 'dog']
@@ -138,7 +138,7 @@ class LabelIndex:
 
     @classmethod
     def of(cls, taxonomy: Taxonomy) -> LabelIndex:
-        """The index of a taxonomy whose classes go by their display names."""
+        """Return the index of a taxonomy whose classes go by their display names."""
         parents = [(UNKNOWN,) * len(taxonomy.levels[0].classes), *taxonomy.parents]
         lookup = tuple(
             {key: label for label, key in enumerate(zip(row, level.classes, strict=True))}
@@ -147,7 +147,7 @@ class LabelIndex:
         return cls(taxonomy, lookup)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for a file; `from_dict` reads them.
+        """Return plain values, for a file; `from_dict` reads them.
 
         `lookup` is left out where classes go by their display names.
         """
@@ -181,7 +181,7 @@ class LabelIndex:
         return cls(taxonomy, lookup)
 
     def encode(self, lineage: Lineage) -> tuple[int, ...]:
-        """Labels of a lineage, one per level, where a sample has one label.
+        """Return labels of a lineage, one per level, where a sample has one label.
 
         Raises:
             UnknownClassError: a name that no training sample has under that parent.
@@ -256,7 +256,7 @@ def _number(level: str, pairs: list[tuple[int, str]]) -> dict[tuple[int, str], i
 
 
 def _unique_names(table: Mapping[tuple[int, str], int]) -> dict[str, int]:
-    """The label of each name that one class alone has, or one class alone without a known parent."""
+    """Return the label of each name that one class alone has, or one class alone without a known parent."""
     counts = Counter(name for _, name in table)
     return {n: label for (p, n), label in table.items() if counts[n] == 1 or p == UNKNOWN}
 
@@ -276,7 +276,7 @@ def _find(
 
 
 def _display_names(keys: Sequence[Sequence[tuple[int, str]]], depth: int) -> tuple[str, ...]:
-    """Each class's name where it is unique within the level, else its path from the coarsest level."""
+    """Return each class's name where it is unique within the level, else its path from the coarsest level."""
     counts = Counter(name for _, name in keys[depth])
     return tuple(
         n if counts[n] == 1 else "/".join(_path(keys, depth, label))

@@ -334,7 +334,7 @@ class Preprocessing:
         )
 
     def normalise(self) -> Normalise:
-        """Turns what `transform` gives into inputs of the model, one image or a batch."""
+        """Turns results of `transform` into inputs of the model, one image or a batch."""
         return Normalise(self.mean, self.std)
 
     def pixels(self, inputs: Tensor) -> Tensor:
@@ -367,7 +367,7 @@ def build_transforms(
     channels: int,
     decoding: Decoding = DEFAULT_DECODING,
 ) -> tuple[Pipeline, Preprocessing]:
-    """The pipeline of training, and what validation does with an image.
+    """The pipelines of training and validation.
 
     Random choices use torch's global generator, which the loader seeds for each sample. `size` is height and
     width in pixels. For grey images the MEAN and STD of red, green and blue become those of grey.

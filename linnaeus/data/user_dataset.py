@@ -59,7 +59,7 @@ class UserDataset(Dataset[Any]):
         return len(self.dataset)
 
     def take(self, rows: Tensor) -> UserDataset:
-        """The samples at these indices."""
+        """Return the samples at these indices."""
         return replace(self, dataset=Subset(self.dataset, rows.tolist()))
 
     @property
@@ -108,7 +108,7 @@ class UserDataset(Dataset[Any]):
 
 
 def _plain_label(target: Any) -> int | tuple[int, ...] | None:
-    """A target as Python's own whole numbers; None where it is anything else."""
+    """Return a target as Python's own whole numbers; None where it is anything else."""
     value = target.tolist() if hasattr(target, "tolist") else target
     if isinstance(value, list | tuple) and all(type(each) is int for each in value):
         return tuple(value)
@@ -127,7 +127,7 @@ class UserCollate:
     taxonomy: Taxonomy | None
 
     def __call__(self, samples: list[Any]) -> Batch:
-        """The batch of a list of samples."""
+        """Return the batch of a list of samples."""
         with _naming_errors(f"{self.name}: collate_fn"):
             batch = self.collate_fn(samples)
         if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -221,7 +221,7 @@ def _build_split(config: DataConfig, split: str, seed: int) -> tuple[UserDataset
 def _split_argument(
     function: Any, node: Mapping[str, Any], name: str, split: str
 ) -> dict[str, Any]:
-    """The argument that tells this callable which split to return."""
+    """Return the argument that tells this callable which split to return."""
     with _naming_errors(name):  # some built-in callables have no signature
         parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -270,7 +270,7 @@ def _prepare_images(
 
 
 def _only(values: Iterable[T]) -> T | None:
-    """The value that all are equal to; None where they differ."""
+    """Return the value that all are equal to; None where they differ."""
     first, *others = {*values}
     return None if others else first
 
@@ -287,7 +287,7 @@ def _naming_errors(where: str) -> Iterator[None]:
 
 
 def _named(error: Exception, where: str) -> DataError:
-    """An error of a user's code as a `DataError` with its type, its text and the user's line.
+    """Return an error of a user's code as a `DataError` with its type, its text and the user's line.
 
     The full traceback goes along as a note, which Python shows but a one-line message does not.
     """
@@ -371,7 +371,7 @@ def _all_targets(dataset: Any, taxonomy: Taxonomy, name: str) -> Tensor | None:
 
 
 def _row(target: Any, taxonomy: Taxonomy, where: str) -> Any:
-    """The labels of a sample: those of {name of the level: label} in order, else the target itself."""
+    """Return the labels of a sample: those of {name of the level: label} in order, else the target itself."""
     if not isinstance(target, Mapping):
         return target
     strange = [str(name) for name in target if name not in taxonomy.names]
@@ -382,7 +382,7 @@ def _row(target: Any, taxonomy: Taxonomy, where: str) -> Any:
 
 
 def _label_set(target: Any, taxonomy: Taxonomy, where: str) -> Tensor:
-    """The labels [C] of a sample that has several, float32: 1, 0, or -1 (unknown) for each class."""
+    """Return the labels [C] of a sample that has several, float32: 1, 0, or -1 (unknown) for each class."""
     ((level, num_classes),) = taxonomy.num_classes.items()
     with _naming_errors(where):
         row = torch.as_tensor(target).float()

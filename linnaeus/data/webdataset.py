@@ -59,7 +59,7 @@ def find_webdataset(dataset: DatasetConfig, notes: list[str]) -> dict[str, Calla
 def _read(
     files: Sequence[Path], split: str, root: Path, dataset: DatasetConfig, notes: list[str]
 ) -> Table:
-    """The labels of all samples of a split, and the path of each image."""
+    """Return the labels of all samples of a split, and the path of each image."""
     endings, image = set[str](), dataset.IMAGE_COLUMN
     samples = [sample for file in files for sample in _samples(file, root, image, endings)]
     found = [sample for sample in samples if "" in sample]
@@ -124,7 +124,7 @@ def _samples(file: Path, root: Path, image: str | None, endings: set[str]) -> li
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """The values of nested JSON by names such as `label.family`."""
+    """Return the values of nested JSON by names such as `label.family`."""
     if not isinstance(value, dict):
         return {name or "json": value}
     return {

@@ -1,1 +1,1 @@
-"""Trained runs in use: what evaluation, prediction and export start from."""
+"""Trained runs in use: evaluation, prediction, export."""

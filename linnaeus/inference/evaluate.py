@@ -37,7 +37,7 @@ from linnaeus.training.step import TrainStep, ValidationStep
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an evaluation has found.
+    """Results of an evaluation.
 
     Attributes:
         metrics: those that training logs, computed as there; equal on all ranks.
@@ -55,7 +55,7 @@ class Outcome:
 def assemble_evaluation(
     trained: TrainedRun, loss_node: Any, config: TrainConfig
 ) -> tuple[Assembly, EvaluationMetrics]:
-    """The run's model with the validation step of training.
+    """Return the run's model with the validation step of training.
 
     Args:
         trained: the run; its loss's state, such as class weights, is restored.
@@ -105,7 +105,7 @@ def assemble_evaluation(
 
 
 def check_takes_size(trained: TrainedRun, preprocessing: Preprocessing) -> None:
-    """Check that the model takes images of another size than those of training.
+    """Check that the model takes images of another size than in training.
 
     Raises:
         ConfigError: it does not.
@@ -178,7 +178,7 @@ def evaluate(
 def evaluated_preprocessing(
     trained: TrainedRun, changes: Mapping[str, Any]
 ) -> Preprocessing | None:
-    """The run's preprocessing, with other attributes.
+    """Return the run's preprocessing, with other attributes.
 
     Raises:
         ConfigError: the run's dataset gave tensors, so that there is none to change.

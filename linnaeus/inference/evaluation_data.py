@@ -54,7 +54,7 @@ class EvaluationData:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What is to be evaluated, as a trained run sees it.
+    """Data to evaluate, as a trained run sees it.
 
     Attributes:
         config: the DATA node.
@@ -76,7 +76,7 @@ class EvaluationRequest:
 
 
 def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) -> EvaluationData:
-    """The samples that a request names, with the labels of the run; `on_main` is that of `build_data`.
+    """Return the samples that a request names, with the labels of the run; `on_main` is that of `build_data`.
 
     Raises:
         ConfigError: a key that does not fit the data or the run.
@@ -113,7 +113,7 @@ def _evaluated(
     report: list[str],
     num_left_out: int = 0,
 ) -> EvaluationData:
-    """The validation split of a bundle, for evaluation alone."""
+    """Return the validation split of a bundle, for evaluation alone."""
     report = [f"{source}: {counted(dataset_length(bundle.val), 'sample')} ({part})", *report]
     index = request.index
     bundle = replace(
@@ -149,7 +149,7 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
 def _labeled_files(
     request: EvaluationRequest, index: LabelIndex, preprocessing: Preprocessing
 ) -> tuple[ImageFiles, str, list[str], int]:
-    """The files to evaluate, the part of the dataset that they are, notes, and the number left out."""
+    """Return the files to evaluate, the part of the dataset that they are, notes, and the number left out."""
     report: list[str] = []
     part, level_names = _VALIDATION, None
     listing = _saved_validation(request) if request.is_run_dataset else None
@@ -175,7 +175,7 @@ def _labeled_files(
 def _found_listing(
     request: EvaluationRequest, index: LabelIndex, report: list[str]
 ) -> tuple[Listing, str, tuple[str, ...] | None]:
-    """The files to evaluate, the part of the dataset that they are, and the names of their levels."""
+    """Return the files to evaluate, the part of the dataset that they are, and the names of their levels."""
     dataset, is_run_dataset = request.config.DATASET, request.is_run_dataset
     taxonomy = index.taxonomy
     if dataset.NAME == "imagefolder":

@@ -25,7 +25,7 @@ HELD_ON_DEVICE = 8192
 
 
 class EvaluationMetrics:
-    """What is kept of each batch: the logged metrics, and 16 bytes on the host per sample and level.
+    """Results of each batch: the logged metrics, and 16 bytes on the host per sample and level.
 
     Args:
         taxonomy: levels and classes; None keeps the logged metrics only.
@@ -81,7 +81,7 @@ class EvaluationMetrics:
             self._on_device = []
 
     def figures(self, world: World) -> list[LevelFigures | SetFigures] | None:
-        """The metrics of all levels, coarse to fine, over the samples of all ranks.
+        """Return the metrics of all levels, coarse to fine, over the samples of all ranks.
 
         A collective, which every rank must call; None except on rank 0.
 
@@ -188,7 +188,7 @@ class LevelFigures:
 
     @classmethod
     def of(cls, level: Level, labels: Tensor, log_p: Tensor) -> LevelFigures:
-        """The metrics of a level from its samples.
+        """Return the metrics of a level from its samples.
 
         Args:
             level: its name and classes.
@@ -235,7 +235,7 @@ class LevelFigures:
         )
 
     def confusions(self, limit: int) -> list[Confusion]:
-        """The largest confusions, by number of samples, then by share."""
+        """Return the largest confusions, by number of samples, then by share."""
         names = self.level.classes
         true, predicted = self.pairs // len(names), self.pairs % len(names)
         shares = self.pair_counts.double() / self.classes.num_samples[true]
@@ -251,7 +251,7 @@ class LevelFigures:
         ]
 
     def worst(self, limit: int) -> list[int]:
-        """Labels of the classes with the lowest recall, of those with samples and a mistake."""
+        """Return labels of the classes with the lowest recall, of those with samples and a mistake."""
         recall = self.classes.recall.nan_to_num(2.0)
         order = torch.argsort(recall, stable=True)[:limit].tolist()
         return [label for label in order if recall[label] < 1]
@@ -280,7 +280,7 @@ class SetFigures:
 
     @classmethod
     def of(cls, level: Level, scores: Tensor, targets: Tensor) -> SetFigures:
-        """The metrics from probabilities and targets, [N, C] each.
+        """Return the metrics from probabilities and targets, [N, C] each.
 
         Raises:
             LinnaeusError: a probability is not a number.
@@ -299,7 +299,7 @@ class SetFigures:
 
 
 def not_finite(level_name: str, extent: str = "") -> LinnaeusError:
-    """The error for outputs of a model that are NaN or infinite."""
+    """Return the error for outputs of a model that are NaN or infinite."""
     return LinnaeusError(
         f"the model's outputs for level {level_name!r} are not finite{extent}: its weights are not, or its "
         "number format (TRAIN.AMP) overflows"
@@ -341,7 +341,7 @@ class Distance:
 
 
 def distance_of_mistakes(taxonomy: Taxonomy, finest: LevelFigures) -> Distance | None:
-    """The mean distance; None for a single level, or where no parent is known.
+    """Return the mean distance; None for a single level, or where no parent is known.
 
     Args:
         taxonomy: levels and parents.

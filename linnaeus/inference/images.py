@@ -29,7 +29,7 @@ class Reader:
     is, and nothing else is taken.
 
     Args:
-        spec: says what the model takes.
+        spec: input of the model.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -44,7 +44,7 @@ class Reader:
 
     @torch.no_grad()
     def __call__(self, image: ImageLike) -> Tensor:
-        """The input [C, H, W], float32.
+        """Return the input [C, H, W], float32.
 
         Raises:
             DataError: the image cannot be read or used; the message says why, and leaves naming it to the

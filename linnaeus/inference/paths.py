@@ -38,7 +38,7 @@ def walk(
 
     Args:
         words: files, folders, patterns with `*`, `?`, `[...]` or `**`, and `-`.
-        lines: what `-` stands for: paths of files or folders, one per line. Empty lines do not count.
+        lines: the paths for `-`: files or folders, one per line. Empty lines do not count.
         unread: is given the number of files in folders that have each other ending.
     """
     unread = Counter() if unread is None else unread
@@ -54,7 +54,7 @@ def walk(
 
 
 def problem_of(word: str) -> str | None:
-    """Why a word names no image, or None. It looks no further than the first image, and reads none."""
+    """Return why a word names no image, or None. It looks no further than the first image, and reads none."""
     is_pattern = glob.has_magic(word) and not os.path.lexists(word)
     if not is_pattern and word != STDIN and not os.path.lexists(word):
         if "://" in word:
@@ -70,7 +70,7 @@ def problem_of(word: str) -> str | None:
 
 
 def _matching(pattern: str, unread: Counter[str]) -> Iterator[str | Unreadable]:
-    """What a pattern matches. What lies in a folder that matches comes with the folder, and not once more."""
+    """Return the matches of a pattern. A matching folder stands for all files in it."""
     walked: str | None = None
     matches = glob.iglob(pattern, recursive=True)  # noqa: PTH207 (that one sorts nothing either)
     for path in sorted(matches, key=lambda path: path.replace(os.sep, "\0")):

@@ -1,4 +1,4 @@
-"""What a model says about an image: classes with probabilities, and the best path through the taxonomy."""
+"""Prediction for an image: classes with probabilities, and the best path through the taxonomy."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Prediction:
         return f"Prediction({self.source!r}, {best}{path})"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as they stand in a JSON file."""
+        """Return plain values, as they stand in a JSON file."""
         levels = {
             name: [{"class": label, "probability": probability} for label, probability in classes]
             for name, classes in self.levels.items()
@@ -87,7 +87,7 @@ class Prediction:
 
 
 def percent(probability: float) -> str:
-    """A probability for people.
+    """Return a probability for people.
 
     >>> percent(0.97131), percent(0.00002)
     ('97.1 %', '<0.1 %')

@@ -94,7 +94,7 @@ class TrainedRun:
 
     @property
     def precision(self) -> Precision:
-        """Number format and memory format of the forward pass, those of the run's validation."""
+        """Number format and memory format of the forward pass, as in the run's validation."""
         settings = self.precision_settings
         return Precision(self.device, AUTOCAST_DTYPES[settings["AMP"]], settings["CHANNELS_LAST"])
 
@@ -180,7 +180,7 @@ def load_run(
         checkpoint: `best`, `last`, or a file, which may be named by its name within `checkpoints/`.
         device: torch device that the model goes to; `auto` prefers an accelerator.
         trust_code: call the model that the run names in `MODEL._target_`, a class or function of yours. Set
-            it for your own runs only: a stranger's file chooses what is called.
+            it for your own runs only: a stranger's file chooses the functions called.
 
     Raises:
         CheckpointError: there is no such run or checkpoint, or it cannot be used.

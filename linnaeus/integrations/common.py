@@ -1,4 +1,4 @@
-"""What the integrations share: the options that they pass on, and the split of an effective batch."""
+"""Shared parts of the integrations: the options that they pass on, and the split of an effective batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOTABLE_GROWTH = 4
 """A batch that has grown by more than this factor asks for another learning rate."""
 
 NOTABLE_BYTES = 2**20
-"""What a loop keeps of its batches counts from here on."""
+"""Smallest outputs kept by a loop that count."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -45,7 +45,7 @@ def checked_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     True
 
     Args:
-        name: what the user has given them to, such as `autobatch()` or `val_options`.
+        name: receiver of the options, such as `autobatch()` or `val_options`.
         options: by the names of arguments of `auto_find_batch_size`.
 
     Raises:
@@ -91,7 +91,7 @@ def find_size(
             `state`.
         options: of the user, with `max_batch_size`.
         known: a size, the same on every rank.
-        source: what has the known size, for the warning of a smaller one.
+        source: origin of the known size, for the warning of a smaller one.
         control: of the ranks that search together.
         looks: at the samples of which batches are made; they bound the size by host memory.
 
@@ -147,7 +147,7 @@ class WholeLoop:
     Args:
         device: whose tensors count.
         name: of the loop, for the warning.
-        joins: whether the loop joins what it keeps, for which it takes as much again.
+        joins: whether the loop joins its outputs, for which it takes as much again.
         state: modules and optimizers, whose gradients and state come once.
     """
 

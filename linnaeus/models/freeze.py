@@ -77,7 +77,7 @@ class Freezing:
 
     @property
     def sentence(self) -> str | None:
-        """What is frozen, for people; None if nothing is."""
+        """Describe the frozen parameters, for people; None without any."""
         if not self._names:
             return None
         sizes = {name: parameter.numel() for name, parameter in self._model.named_parameters()}
@@ -91,7 +91,7 @@ class Freezing:
 
 
 def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> Freezing:
-    """What `MODEL.FREEZE` or `MODEL.LORA` freezes, nothing with a `_target_` node; nothing is frozen yet.
+    """Return the parameters for `MODEL.FREEZE` or `MODEL.LORA`, none with a `_target_` node. Freezes none.
 
     Raises:
         ConfigError: a pattern matches nothing, everything is frozen, or a model of one's own is to be

@@ -1,4 +1,4 @@
-"""What a trained model needs to be used elsewhere, beside its weights: part of each checkpoint."""
+"""Description of a trained model beside its weights: part of each checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_THE_DATA = ("num_classes", "in_chans", "img_size")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model without its weights: how to build it, what it takes and what its outputs mean.
+    """A model without its weights: architecture, inputs and meaning of its outputs.
 
     Attributes:
         node: the MODEL node as plain values, without the folder or the hub's name of a model.
@@ -50,7 +50,7 @@ class ModelSpec:
 
     @classmethod
     def of(cls, node: Any, data: DataBundle) -> ModelSpec:
-        """The spec of the model that a MODEL node and the run's data make."""
+        """Return the spec of the model that a MODEL node and the run's data make."""
         plain = dict(node) if is_target(node) else dataclasses.asdict(node) | {"TEACHER": None}
         if not is_target(node) and ":" in node.NAME:  # the folder or the hub may not be there later
             source = find_source(node.NAME)
@@ -69,7 +69,7 @@ class ModelSpec:
         return None if self.index is None else self.index.taxonomy
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint or a JSON file; `from_dict` reads them."""
+        """Return plain values, for a checkpoint or a JSON file; `from_dict` reads them."""
         preprocessing = (
             None if self.preprocessing is None else dataclasses.asdict(self.preprocessing)
         )
@@ -83,7 +83,7 @@ class ModelSpec:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], file: Path) -> ModelSpec:
-        """What `as_dict` returned, from a file.
+        """Load the result of `as_dict` from a file.
 
         Raises:
             LookupError, TypeError, ValueError, DataError: it is something else.
@@ -103,7 +103,7 @@ class ModelSpec:
         )
 
     def build(self, *, trust_code: bool = False) -> nn.Module:
-        """The network on the CPU, with random weights; the global random generators stay as they are.
+        """Return the network on the CPU, with random weights; the global random generators stay as they are.
 
         Args:
             trust_code: whether code that the file names may run. A `_target_` in an argument of a
@@ -131,7 +131,7 @@ class ModelSpec:
         return model
 
     def nested_targets(self) -> list[str]:
-        """The `_target_`s in arguments of the model, as `key name`."""
+        """Return the `_target_`s in arguments of the model, as `key name`."""
         found = targets(self.node, ("MODEL",))
         return [f"{dotted(key)} {name!r:.200}" for key, name in found if len(key) > 2]
 

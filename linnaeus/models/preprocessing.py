@@ -65,7 +65,7 @@ def with_preprocessing(
 
 
 def _line(values: Mapping[str, Any], filled: Mapping[str, Any]) -> str:
-    """The preprocessing of the weights, and what the run has instead."""
+    """Describe the preprocessing of the weights, and the run's own."""
     theirs = ", ".join(f"{key} {value}" for key, value in values.items())
     ours = ", ".join(f"{key} {filled[key]}" for key in values if filled[key] != values[key])
     instead = f"; this run has {ours} (null takes that of the weights)" if ours else ""

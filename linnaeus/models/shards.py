@@ -37,11 +37,11 @@ _CLASSES = {
     "PosixPath",
     "WindowsPath",
 }
-"""What `.metadata` may hold beside plain values and dtypes; unpickling anything else could run code."""
+"""Classes that `.metadata` may hold beside plain values and dtypes; unpickling others could run code."""
 
 
 def named(state: Any, name: str = "") -> dict[str, Any]:
-    """The values of nested dicts, by dotted path.
+    """Return the values of nested dicts, by dotted path.
 
     >>> named({"a": {"b": 1}, "c": [2]})
     {'a.b': 1, 'c': [2]}
@@ -53,7 +53,7 @@ def named(state: Any, name: str = "") -> dict[str, Any]:
 
 
 def replaced(state: Any, values: Mapping[str, Any], name: str = "") -> Any:
-    """A copy of nested dicts that has the `values` of some paths."""
+    """Return a copy of nested dicts that has the `values` of some paths."""
     if not isinstance(state, dict):
         return values.get(name, state)
     result = copy(state)  # a module's state dict has versions in its `_metadata`
@@ -64,7 +64,7 @@ def replaced(state: Any, values: Mapping[str, Any], name: str = "") -> Any:
 
 
 def is_placeholder(value: Any) -> bool:
-    """Whether it stands for a tensor in the shards."""
+    """Return whether it stands for a tensor in the shards."""
     return isinstance(value, Tensor) and value.is_meta
 
 
@@ -82,7 +82,7 @@ class ShardsReader(FileSystemReader):
         super().__init__(self.folder)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The list of the tensors and of the places of their parts."""
+        """Return the list of the tensors and of the places of their parts."""
         data = (self.folder / METADATA).read_bytes()
         if zlib.crc32(data) != self._checksum:
             raise zipfile.BadZipFile(f"the checksum of {self.folder.name}/{METADATA} is wrong")
@@ -90,7 +90,7 @@ class ShardsReader(FileSystemReader):
         return metadata
 
     def read_whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state with whole tensors on the CPU in place of those on `meta`."""
+        """Return the state with whole tensors on the CPU in place of those on `meta`."""
         found = named(state).items()
         tensors = {
             name: torch.empty_like(v, device="cpu") for name, v in found if is_placeholder(v)

@@ -33,7 +33,7 @@ _AVERAGE = re.compile(r"(^|[._])(ema|swa|averaged?)([._]|$)")
 """Keys of an average of the weights, which is taken before the weights themselves."""
 
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Parts that torch's wrappers add to names, also to those of inner modules."""
+"""Parts that torch's wrappers add to names, also of inner modules."""
 
 _MAX_NESTING = 4
 """Levels of mappings in a file in which tensors are looked for."""
@@ -64,7 +64,7 @@ class SavedWeights:
 
 
 def read_weights(value: str, backbone_names: Collection[str]) -> SavedWeights:
-    """Read what `MODEL.WEIGHTS` names.
+    """Read the weights of `MODEL.WEIGHTS`.
 
     The tensors may stand in nested mappings, and their names may begin with any prefix. `backbone_names`
     are the names of the backbone's tensors, which tell both.
@@ -118,7 +118,7 @@ class _Candidate:
         key: where it stands in the file, with dots.
         tensors: by their names without `wrappers`.
         wrappers: the parts of torch's wrappers that names had.
-        prefix: what comes before the names of the backbone.
+        prefix: of the names of the backbone.
         num_matching: number of the backbone's names that it has; 0 where it is less than half of them.
         is_average: whether key or prefix say that the tensors are an average.
     """
@@ -171,7 +171,7 @@ def _candidate(
 
 
 def _spec(content: Any) -> dict[str, Any]:
-    """The `ModelSpec` in a checkpoint of Linnaeus, as plain values; empty for other files."""
+    """Return the `ModelSpec` in a checkpoint of Linnaeus, as plain values; empty for other files."""
     spec = content.get("model_spec") if is_checkpoint(content) else None
     return spec if isinstance(spec, dict) and isinstance(spec.get("model", {}), dict) else {}
 
@@ -185,7 +185,7 @@ def _architecture(content: Any) -> str | None:
 
 
 def _classes(spec: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """The names of the classes in a `ModelSpec` of plain values; None where it has none."""
+    """Return the names of the classes in a `ModelSpec` of plain values; None where it has none."""
     try:
         levels = spec["taxonomy"]["levels"]
         return {str(level["name"]): [str(each) for each in level["classes"]] for level in levels}
@@ -194,7 +194,7 @@ def _classes(spec: Mapping[str, Any]) -> dict[str, list[str]] | None:
 
 
 def _of_checkpoint(content: Any, spec: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The weights of a checkpoint of Linnaeus with its LoRA adapters merged, and notes for people."""
+    """Return the weights of a checkpoint of Linnaeus with its LoRA adapters merged, and notes for people."""
     state, progress, notes = content["state"], content["progress"], []
     if progress:
         samples = ", within an epoch" if progress.get("samples") else ""
@@ -249,7 +249,7 @@ def saved_weights(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_checkpoint(content: Any) -> bool:
-    """Whether this is the content of a checkpoint of Linnaeus."""
+    """Return whether this is the content of a checkpoint of Linnaeus."""
     return (
         isinstance(content, dict)
         and isinstance(content.get("progress"), dict)
@@ -258,7 +258,7 @@ def is_checkpoint(content: Any) -> bool:
 
 
 def _read(path: Path) -> Any:
-    """The content of a file; that of an export of Linnaeus is like a checkpoint's."""
+    """Return the content of a file; that of an export of Linnaeus is like a checkpoint's."""
     try:
         if path.suffix == ".safetensors":
             return read_export(path) or safetensors.torch.load_file(path)
@@ -280,7 +280,7 @@ def _read(path: Path) -> Any:
 
 
 def _load(path: Path) -> Any:
-    """What torch.save wrote. Its code does not run; timm's checkpoints hold a Namespace of plain values."""
+    """Load a file of torch.save without running code; timm's checkpoints hold a Namespace of plain values."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         # Mapped, where the format allows it: a rank that keeps a shard of each tensor reads one at a time.
         return torch.load(
@@ -289,7 +289,7 @@ def _load(path: Path) -> Any:
 
 
 def _refused(path: Path) -> str:
-    """Why torch refuses a file: the code that it names, if it says so."""
+    """Return why torch refuses a file: the code that it names, if it says so."""
     with suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
         if names := torch.serialization.get_unsafe_globals_in_checkpoint(path):
             return f"it holds more than tensors and plain values: {several(sorted(names))}"
@@ -297,7 +297,7 @@ def _refused(path: Path) -> str:
 
 
 def read_export(path: Path) -> dict[str, Any] | None:
-    """The entries of a file of `linnaeus export`, as a checkpoint has them; None for another file.
+    """Return the entries of a file of `linnaeus export`, as a checkpoint has them; None for another file.
 
     The header may hold anything: errors are those of JSON and of mappings.
     """
@@ -319,7 +319,7 @@ def read_export(path: Path) -> dict[str, Any] | None:
 def load_backbone(
     saved: SavedWeights, name: str, untrained: nn.Module, create: Callable[..., nn.Module]
 ) -> nn.Module:
-    """The backbone with the weights of a file.
+    """Return the backbone with the weights of a file.
 
     Where names and shapes are not its own, timm adapts them to the names, the channels and the size of the
     images. `untrained` has random weights and may be filled and returned; `create` builds it again from the
@@ -414,7 +414,7 @@ def load_heads(model: HierarchicalClassifier, saved: SavedWeights, taxonomy: Tax
 
 
 def _fitting(saved: SavedWeights, prefix: str, head: nn.Module) -> dict[str, Tensor] | None:
-    """The tensors of a head in a file; None where one is missing or has another shape."""
+    """Return the tensors of a head in a file; None where one is missing or has another shape."""
     found = {}
     for name, tensor in head.state_dict().items():
         saved_tensor = saved.heads.get(f"{prefix}{name}")

@@ -23,12 +23,12 @@ REFRESHES_PER_S = 2.0
 
 
 def is_interactive(console: Console) -> bool:
-    """Whether the output is a terminal, and not that of a CI job."""
+    """Return whether the output is a terminal, and not of a CI job."""
     return console.is_terminal and os.environ.get("CI", "").lower() not in ("1", "true")
 
 
 def make_console(file: IO[str] | None = None, **options: Any) -> Console:
-    """A console that prints text as it is, and does not wrap at 80 columns where it is no terminal.
+    """Return a console that prints text unchanged, and does not wrap at 80 columns where it is no terminal.
 
     Args:
         file: where it prints; None for standard output.
@@ -108,7 +108,7 @@ class ProgressBar:
 
 
 class StatusLine:
-    """The last line of a terminal: what is being done, and for how long. Elsewhere nothing is shown.
+    """Status in the last line of a terminal: the activity, and its duration. Elsewhere nothing is shown.
 
     Args:
         console: rank 0's console; None shows nothing.

@@ -30,7 +30,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def suggest_path(path: Path) -> str:
-    """`; did you mean X?` for what stands beside a missing path and is most like it; empty for nothing."""
+    """Return `; did you mean X?` for the most similar name beside a missing path; empty without one."""
     close = get_close_matches(path.name, [beside.name for beside in path.parent.glob("*")], 1)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 
@@ -59,7 +59,7 @@ def suggest_run(path: Path) -> str:
 
 
 def checkpoint_file(run: Path, name: str) -> Path | None:
-    """The file of the checkpoint `best` or `last` in a run's folder; None where there is none.
+    """Return the file of the checkpoint `best` or `last` in a run's folder; None where there is none.
 
     A run that was killed while it saved may have its last checkpoint in `pending.pt` or `previous.pt`.
     """
@@ -70,7 +70,7 @@ def checkpoint_file(run: Path, name: str) -> Path | None:
 
 
 def temporary_name(path: Path) -> Path:
-    """The file beside `path` that `write_atomically` fills before it takes the place of `path`."""
+    """Return the file beside `path` that `write_atomically` fills before it takes the place of `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
@@ -129,7 +129,7 @@ def why_not_written(error: OSError, folder: Path, num_bytes: int | None = None) 
 
 
 def not_written(path: Path, error: OSError) -> LinnaeusError:
-    """The error for the user when a small file cannot be written."""
+    """Return the error for the user when a small file cannot be written."""
     return LinnaeusError(f"{path} cannot be written: {why_not_written(error, path.parent)}")
 
 
@@ -161,7 +161,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is no such file, or it is damaged."""
+    """Return the object in a file; None where there is no such file, or it is damaged."""
     try:
         content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
@@ -170,7 +170,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def finite(value: object) -> float | None:
-    """A finite number as it is; None for anything else.
+    """Return a finite number unchanged; None for anything else.
 
     >>> finite(2), finite(float("nan")), finite("2"), finite(True), finite(10**400)
     (2, None, None, None, None)

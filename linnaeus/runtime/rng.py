@@ -113,7 +113,7 @@ def kernels(config: DeviceSettings, device: torch.device) -> Iterator[None]:
 
 
 def derive_seed(*parts: int) -> int:
-    """A 64-bit seed from integers; similar inputs give unrelated seeds.
+    """Return a 64-bit seed from integers; similar inputs give unrelated seeds.
 
     The mixing is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
 

@@ -464,7 +464,7 @@ class RunFolder:
     Args:
         path: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
         world: the ranks.
-        keep: use the folder of an earlier run as it is; otherwise `begin` renames it.
+        keep: use the directory of an earlier run unchanged; otherwise `begin` renames it.
 
     Attributes:
         path: the folder.
@@ -618,7 +618,7 @@ def free_name(folder: Path) -> Path:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a folder holds what an earlier run left, beside the logs of a start that failed."""
+    """Whether a folder holds files of an earlier run, beside the logs of a failed start."""
     return any((folder / name).exists() for name in (*RUN_FILES, CHECKPOINTS))
 
 

@@ -9,7 +9,7 @@ _NUM_NAMED = 5
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, whose plural ends in `s`, or in `es` after another `s`.
+    """Return a number with its noun, whose plural ends in `s`, or in `es` after another `s`.
 
     >>> counted(1, "trial"), counted(0, "trial"), counted(2, "class")
     ('1 trial', '0 trials', '2 classes')
@@ -20,7 +20,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def in_units(num_bytes: float) -> str:
-    """A number of bytes in GiB, or in MiB below a tenth of one.
+    """Return a number of bytes in GiB, or in MiB below a tenth of one.
 
     >>> in_units(2**31), in_units(3 * 2**20)
     ('2.00 GiB', '3.0 MiB')
@@ -30,7 +30,7 @@ def in_units(num_bytes: float) -> str:
 
 
 def several(names: Sequence[str]) -> str:
-    """The first few of many names, and how many more there are.
+    """Return the first few of many names, and how many more there are.
 
     >>> several(["a", "b"]), several(list("abcdefgh"))
     ('a, b', 'a, b, c, d, e and 3 more')

@@ -1,1 +1,1 @@
-"""What the search of a run needs, and the batch plan that follows: the only use of the library here."""
+"""The search of a run, and the batch plan that follows: the only use of the library here."""

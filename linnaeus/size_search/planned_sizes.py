@@ -165,7 +165,7 @@ def find_planned_sizes(
     }
     sizes = {mode: result.batch_size for mode, result in earlier.items()}
     limit = content.get("micro_batch_limit")
-    # Without an earlier size there is nothing to split: the search finds what fits.
+    # Without an earlier size there is nothing to split: the search finds the maximum.
     if limit is None or (search.config.AUTOBATCH.ENABLED and "train" not in earlier):
         found = find_sizes(search, sizes)
         if "train" in found:

@@ -1,4 +1,4 @@
-"""A search as it is watched; its results as a sentence, as tables of the tracker and as `autobatch.json`."""
+"""Progress of a search; its results as a sentence, as tables of the tracker and as `autobatch.json`."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def device_environment(device: torch.device) -> dict[str, Any]:
 
 
 def summary(result: AutoBatchResult) -> str:
-    """One sentence with the size found, its limit, and what is proven about the largest size."""
+    """Return one sentence with the size found, its limit, and the proven bound on the maximum."""
     limit = _LIMITS[result.limited_by]
     if result.limited_by == "max_batch_size" and result.mode == "val":
         limit = "MAX_BATCH_SIZE_VAL"
@@ -159,7 +159,7 @@ def _room_above(result: AutoBatchResult) -> str:
 
 
 def _proof(result: AutoBatchResult) -> str:
-    """Whether the largest size that fits is known, and if not, how much larger it may be."""
+    """Return whether the largest size that fits is known, and if not, how much larger it may be."""
     if result.certified:
         return "certified"
     if all(trial.size <= result.batch_size for trial in result.trials):

@@ -220,7 +220,7 @@ class SizeSearch:
         return CopiedAhead((spec.make(size, device) for _ in range(num_batches + 1)), device)
 
     def spec(self, mode: Mode) -> BatchSpec:
-        """What a mode's batches look like."""
+        """Describe the batches of a mode."""
         num_samples, data = self.config.AUTOBATCH.NUM_SPEC_SAMPLES, self.data
         if mode == "val":
             return BatchSpec(data.val, data.collate, num_samples, self.seed)
@@ -328,6 +328,6 @@ def log_level(config: AutoBatchConfig, mode: Mode) -> Iterator[bool]:
 
 
 def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:
-    """The value of a key, or that of its own key for validation if there is one."""
+    """Return the value of a key, or of its own key for validation if there is one."""
     value = getattr(config, name)
     return value if mode == "train" else getattr(config, f"{name}_VAL", value)

@@ -84,7 +84,7 @@ class Study:
             )
 
     def trials(self) -> list[Any]:
-        """The trials by their numbers."""
+        """Return the trials by their numbers."""
         found: list[Any] = self.study.get_trials(deepcopy=False)
         return found
 
@@ -132,7 +132,7 @@ class Study:
         return trial.number, self._run_of(trial.params)
 
     def config_of(self, run: SweepRun) -> str:
-        """The configuration of a trial's run, as YAML.
+        """Return the configuration of a trial's run, as YAML.
 
         Raises:
             ConfigError: lists everything that is wrong with it.
@@ -156,7 +156,7 @@ class Study:
             self.study.tell(number, value, state=told, skip_if_finished=True)
 
     def best(self) -> str | None:
-        """The best finished trial in words; None without one."""
+        """Return the best finished trial in words; None without one."""
         if not any(trial.state == self._states.COMPLETE for trial in self.trials()):
             return None
         best = self.study.best_trial

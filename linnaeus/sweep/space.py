@@ -25,7 +25,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.,=+\[\]-]+")
 LOG_RATIO = 100.0
 """An interval whose ends differ by this factor is searched by its logarithm."""
 DIGITS = 6
-"""Significant digits of a value in an interval, as it is typed and named."""
+"""Significant digits of a value in an interval, as typed and named."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Combination:
 
     @property
     def title(self) -> str:
-        """The combination as it is typed on a command line."""
+        """Return the combination as typed on a command line."""
         return title_of(self.values)
 
     @property
@@ -57,7 +57,7 @@ class Combination:
 
 
 def title_of(values: Mapping[str, str]) -> str:
-    """The values of a run as they are typed on a command line."""
+    """Return the values of a run as they are typed on a command line."""
     return " ".join(f"{key}={value}" for key, value in values.items())
 
 
@@ -81,11 +81,11 @@ class Axis:
     choices: tuple[str, ...] = ()
 
     def ends(self) -> tuple[str, ...]:
-        """The choices, or the ends of the interval, as typed."""
+        """Return the choices, or the ends of the interval, as typed."""
         return self.choices or (self.text(self.low), self.text(self.high))
 
     def text(self, value: Any) -> str:
-        """A value as it is typed."""
+        """Return a value as typed."""
         if self.choices or self.is_whole:
             return str(value if self.choices else int(value))
         return f"{value:.{DIGITS}g}"
@@ -107,7 +107,7 @@ class Space:
     _overrides: list[Override] = field(default_factory=list)
 
     def combination(self, texts: Mapping[str, str]) -> Combination:
-        """The point with these values, by key."""
+        """Return the point with these values, by key."""
         chosen = (replace(each, text=texts.get(each.key, each.text)) for each in self._overrides)
         sources = (token for source in self.line.sources for token in source)
         return Combination(dict(texts), (*sources, *map(token_of, chosen)))
@@ -130,7 +130,7 @@ class Space:
 def read_space(argv: Sequence[str], *, is_search: bool = False) -> Space:
     """Read the lists of a command line, and the intervals of a search; problems are collected, not raised.
 
-    `load_config` finds those of tokens that are neither.
+    `load_config` finds mistakes of other tokens.
 
     >>> space = read_space(["DATA.BATCH_SIZE=32,64", "TRAIN.EPOCHS", "2", "OPTIMIZER.LR=range(1,3)"])
     >>> points = list(space.grid())
@@ -178,13 +178,13 @@ def effective(line: CommandLine) -> list[Override]:
 
 
 def token_of(override: Override) -> str:
-    """An override as it is typed."""
+    """Return an override as typed."""
     text = "" if override.text is None else f"={override.text}"
     return f"{'~' if override.delete else ''}{override.key}{text}"
 
 
 def _axis(override: Override, *, is_search: bool) -> Axis | None:
-    """The values of a key; None for one without a value; `ValueError` where they cannot be read."""
+    """Return the values of a key; None for one without a value; `ValueError` where they cannot be read."""
     key, text = override.key, override.text
     if override.delete or text is None:
         return None
@@ -224,6 +224,6 @@ def _interval(key: str, text: str) -> Axis:
 
 
 def _type_of(key: str) -> Any:
-    """The type of a key's values; None for one that the schema does not know."""
+    """Return the type of a key's values; None for one that the schema does not know."""
     known = KEYS.get(tuple(key.split(".")))
     return None if known is None else strip_optional(known.hint)[0]

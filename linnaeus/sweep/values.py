@@ -16,7 +16,7 @@ from linnaeus.config.overrides import parsed, read_value
 
 
 def sweep_values(text: str) -> list[str]:
-    """The values in a text, each as it is typed alone; equal ones count once.
+    """Return the values in a text, each as typed alone; equal ones count once.
 
     >>> sweep_values("none,linear"), sweep_values("range(1,2,0.4)")
     (['none', 'linear'], ['1', '1.4', '1.8'])
@@ -60,7 +60,7 @@ def sweep_values(text: str) -> list[str]:
 
 
 def _typed(value: Any) -> str:
-    """An element of a list as it is typed alone."""
+    """Return an element of a list as typed alone."""
     if type(value) is str:
         try:
             is_same = read_value(value) == value

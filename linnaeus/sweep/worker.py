@@ -51,7 +51,7 @@ class Child:
     The first signal lets the run save a checkpoint; a second one kills it.
 
     Args:
-        is_step: whether it is srun: SLURM itself sends SIGTERM to what srun starts.
+        is_step: whether it is srun: SLURM itself sends SIGTERM to processes of srun.
 
     Attributes:
         received: the signals so far.
@@ -75,7 +75,7 @@ class Child:
         """Run a command to its end; returns its exit code, negative for a signal.
 
         Args:
-            command: what to execute.
+            command: to execute.
             env: its environment.
             output: file to which its output is appended; None for this process's.
             cwd: the folder that it runs in.
@@ -132,7 +132,7 @@ class Worker:
 
     Args:
         sweep: whose runs.
-        prefix: gives what starts the program in each rank of a run, before `linnaeus.main`.
+        prefix: returns the launcher of each rank of a run, before `linnaeus.main`.
         env: the environment of a run.
         child: passes signals on.
 
@@ -161,7 +161,7 @@ class Worker:
             self._study.check_configuration()
 
     def work(self) -> int:
-        """Train what can be taken; returns the exit code: 0 all ended well, 1 some did not, 128 + signal.
+        """Train the free runs; returns the exit code: 0 all ended well, 1 some did not, 128 + signal.
 
         Raises:
             ConfigError: the runs of a search do not have its metric.
@@ -213,7 +213,7 @@ class Worker:
         return None
 
     def _open(self) -> Iterator[tuple[int | None, SweepRun]]:
-        """The runs that may not have ended; those of a search are asked for last."""
+        """Return the runs that may not have ended; runs of a search come last."""
         if self._study is None:
             yield from ((None, run) for run in self._sweep.grid())
             return
@@ -277,7 +277,7 @@ def saved_at(folder: Path) -> int | None:
 
 
 def _newest_sizes(folder: Path) -> list[str]:
-    """Overrides that let a search of sizes begin where that of the sweep's newest run has ended."""
+    """Return overrides that start a size search at the result of the sweep's newest run."""
     with suppress(OSError, ValueError, LookupError, TypeError):  # there is none, or it is damaged
         newest = max(folder.parent.glob(f"*/{AUTOBATCH}"), key=lambda file: file.stat().st_mtime)
         found = json.loads(newest.read_text(encoding="utf-8"))

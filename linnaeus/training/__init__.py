@@ -1,1 +1,1 @@
-"""The training step and the validation step, what they need, and the loop around them."""
+"""The training step and the validation step, their parts, and the loop around them."""

@@ -49,7 +49,7 @@ from linnaeus.version import __version__
 def check_before_data(
     model: Any, optimizer: Any, config: TrainConfig, sharding: DistConfig, world: World
 ) -> None:
-    """Check what needs no data: MODEL, OPTIMIZER, TRAIN and DIST on this device and number of ranks.
+    """Check settings that need no data: MODEL, OPTIMIZER, TRAIN and DIST on this device and number of ranks.
 
     Raises:
         ConfigError: an unknown model or optimizer, LoRA beside FREEZE or without peft, SyncBatchNorm on the
@@ -101,10 +101,10 @@ def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Assembly(TrainingState):
-    """What training needs, on its device.
+    """Parts of training, on its device.
 
     Attributes:
-        freezing: what does not train, or not yet.
+        freezing: parameters that do not train, or not yet.
         weights: one line that says which weights the model started with.
         best_metric: TRAIN.BEST_METRIC.
         teacher: one line on the teacher; None without.

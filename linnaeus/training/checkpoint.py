@@ -175,7 +175,7 @@ class TrainingState:
         return {name: part.state_dict() for name, part in parts if part is not None}
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Sequence[str] = ()) -> None:
-        """Restore what `state_dict` returned, but for the values that come from the configuration.
+        """Restore the result of `state_dict`, but for the values that come from the configuration.
 
         These are learning rate, weight decay, and the weights of a loss that learns nothing. A gradient
         scaler that was off starts anew, as does a new average.
@@ -531,7 +531,7 @@ class CheckpointFolder:
         return None
 
     def load_latest(self, world: World) -> Checkpoint | None:
-        """What `read_latest` reads on rank 0; other ranks need no access to the file. Every rank calls this.
+        """Broadcast the result of `read_latest` on rank 0; others need no access to the file. Collective.
 
         Raises:
             CheckpointError: the same on every rank.

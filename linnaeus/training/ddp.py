@@ -120,7 +120,7 @@ def distribute_batchnorm(model: nn.Module, ema_module: nn.Module | None, world: 
 
 
 def _replace_statistics(module: nn.Module, combine: Callable[[Tensor], Tensor]) -> None:
-    """Replace all statistics, as one vector, by what `combine` makes of it."""
+    """Replace all statistics, as one vector, by the result of `combine`."""
     named = module.named_buffers()
     buffers = [buffer for name, buffer in named if name.rpartition(".")[2] in BATCHNORM_STATISTICS]
     if not buffers:

@@ -51,11 +51,11 @@ class Ema:
         self._average.update(self._source, step=self.num_updates)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averaged weights and the number of updates."""
+        """Return the averaged weights and the number of updates."""
         return {"module": self.module.state_dict(), "num_updates": self.num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         self.module.load_state_dict(state["module"])
         self.num_updates = state["num_updates"]
 

@@ -32,7 +32,7 @@ _LIBRARIES = ("torch", "torchvision", "timm")
 
 
 def logits_per_level(outputs: Any, level_names: Sequence[str]) -> tuple[Tensor, ...]:
-    """The logits of each level, coarse to fine, from any supported form of a model's outputs.
+    """Return the logits of each level, coarse to fine, from any supported form of a model's outputs.
 
     Args:
         outputs: a tensor (one level), a sequence in level order, or a mapping from level names.
@@ -63,7 +63,7 @@ def logits_per_level(outputs: Any, level_names: Sequence[str]) -> tuple[Tensor, 
 
 
 def gives_log_probabilities(model: nn.Module) -> bool:
-    """Whether a model's outputs are log-probabilities, as with `MarginalHead`, and not logits."""
+    """Return whether a model's outputs are log-probabilities, as with `MarginalHead`, and not logits."""
     return bool(getattr(model, "gives_log_probabilities", False))
 
 
@@ -123,7 +123,7 @@ class TaxonomicLoss(nn.Module):
                 self.register_buffer(f"{name}_{level}", values)
 
     def forward(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The loss.
+        """Return the loss.
 
         Args:
             outputs: logits [B, num_classes[r]] per level; see `logits_per_level`.
@@ -152,7 +152,7 @@ class TaxonomicLoss(nn.Module):
         return torch.stack(losses).sum()
 
     def statistic(self, name: str, level: int) -> Tensor | None:
-        """The values [C] of the classes of a level; None without."""
+        """Return the values [C] of the classes of a level; None without."""
         return self.get_buffer(f"{name}_{level}") if name in self._statistics else None
 
     def adjusted(self, logits: Tensor, level: int) -> Tensor:
@@ -273,7 +273,7 @@ class MultilabelBinaryCrossEntropy(TaxonomicLoss):
         return self._binary(logits, target.masked_fill(is_unknown, 0), level) / logits.shape[1]
 
     def _binary(self, logits: Tensor, target: Tensor, level: int) -> Tensor:
-        """The sum of the binary losses for logits and targets in [0, 1], both [B, C]."""
+        """Return the sum of the binary losses for logits and targets in [0, 1], both [B, C]."""
         weights = self.statistic("pos_weights", level)
         return functional.binary_cross_entropy_with_logits(
             logits, target, reduction="sum", pos_weight=weights
@@ -360,7 +360,7 @@ class SingleLevel(nn.Module):
 
 
 def is_rebuilt_from_config(criterion: nn.Module) -> bool:
-    """Whether the loss's state follows from configuration and data.
+    """Return whether the loss's state follows from configuration and data.
 
     True of built-in and library losses without trainable parameters.
     """
@@ -455,13 +455,13 @@ def _custom_loss(
 
 
 def trainable_parameters(criterion: Any) -> list[nn.Parameter]:
-    """The loss's own parameters that train, such as a temperature or the centers of classes."""
+    """Return the loss's own parameters that train, such as a temperature or the centers of classes."""
     parameters = criterion.parameters() if isinstance(criterion, nn.Module) else ()
     return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def _as_tensor(parameter: inspect.Parameter, value: Any, device: torch.device | None) -> Any:
-    """A list of numbers as a tensor, where the parameter's annotation names one."""
+    """Return a list of numbers as a tensor, where the parameter's annotation names one."""
     if not isinstance(value, list) or not re.search(r"\bTensor\b", str(parameter.annotation)):
         return value
     return torch.tensor(value, dtype=torch.get_default_dtype(), device=device)

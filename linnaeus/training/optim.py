@@ -20,7 +20,7 @@ def build_optimizer(
     """Build the optimizer over the trainable parameters of the model and of the loss.
 
     Args:
-        node: `OptimizerConfig` (timm's factory: no weight decay on biases, norms and what the model's
+        node: `OptimizerConfig` (timm's factory: no weight decay on biases, norms and the model's
             `no_weight_decay` names), or a `_target_` node of a callable that takes the parameters first.
             A group's `lr_scale`, where it has one, is for the schedule to apply.
         model: without DistributedDataParallel.

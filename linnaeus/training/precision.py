@@ -33,7 +33,7 @@ class Precision:
     transform: DeviceTransform = field(default_factory=DeviceTransform)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context in which to compute the forward pass and the loss."""
+        """Return the context in which to compute the forward pass and the loss."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)

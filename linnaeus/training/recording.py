@@ -84,7 +84,7 @@ class RunRecording(Recording):
         self._stack.__exit__(*error)
 
     def open(self) -> None:
-        """Give the run its name, open its files and loggers, and write what is known."""
+        """Name the run, open its files and loggers, and write the first records."""
         if self.is_open:
             return
         self.run_id, self.is_open = self.folder.begin(), True

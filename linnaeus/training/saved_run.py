@@ -53,7 +53,7 @@ def read_run(path: Path, checkpoint: str | Path = "best", *, trust_code: bool = 
             content = load_checkpoint(file)
         except CheckpointError as error:
             hint = (
-                "what can be loaded is the folder of a run, one of its checkpoints, or a file of `linnaeus "
+                "give a run directory, one of its checkpoints, or a file of `linnaeus "
                 "export --format safetensors`"
             )
             others = sorted(each.name for each in file.parent.glob("*.pt") if each != file)
@@ -88,7 +88,7 @@ def read_run(path: Path, checkpoint: str | Path = "best", *, trust_code: bool = 
 
 
 def _read_export(file: Path) -> dict[str, Any]:
-    """The entries of a safetensors file that `export` has written."""
+    """Return the entries of a safetensors file that `export` has written."""
     try:
         content = read_export(file)
         if content is not None:
@@ -109,10 +109,10 @@ def _read_export(file: Path) -> dict[str, Any]:
 
 
 def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
-    """The file of a run's checkpoint; arguments as for `load_run`.
+    """Return the file of a run's checkpoint; arguments as for `load_run`.
 
     Raises:
-        CheckpointError: there is none; the message says what there is.
+        CheckpointError: there is none; the message lists the existing ones.
     """
     if path.is_file():
         if str(checkpoint) not in ("best", str(path)):

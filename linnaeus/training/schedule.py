@@ -20,13 +20,13 @@ from linnaeus.config.schema import ScheduleConfig
 from linnaeus.metrics import larger_is_better
 
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
-"""What torch's scheduler counts. The rest of its state is configuration, which a resumed run may change."""
+"""Counters of torch's scheduler. The rest of its state is configuration, which a resumed run may change."""
 
 
 def lr_factor(
     config: ScheduleConfig, *, steps_per_epoch: Sequence[int], warmup_steps: int
 ) -> Callable[[float], float]:
-    """The learning rate as a fraction of its peak, for each position in the run.
+    """Return the learning rate as a fraction of its peak, for each position in the run.
 
     A position is a number of optimizer steps, counted from 0; a fraction lies between two steps.
 
@@ -84,7 +84,7 @@ def _cosine(start: float, end: float, progress: float) -> float:
 
 
 def _milestone_steps(config: ScheduleConfig, steps_per_epoch: Sequence[int]) -> list[int]:
-    """The optimizer steps before each drop of `step` and `multistep`."""
+    """Return the optimizer steps before each drop of `step` and `multistep`."""
     num_epochs = len(steps_per_epoch)
     epochs: Sequence[int] = ()
     if config.NAME == "step":
@@ -167,7 +167,7 @@ class Schedule:
             self._plateau.step(value)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What `plateau` has seen, as plain values; None with the other schedules, which have no state."""
+        """Return the state of `plateau` as plain values; None for other schedules, which have no state."""
         if self._plateau is None:
             return None
         state = self._plateau.state_dict()

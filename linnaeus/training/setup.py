@@ -51,13 +51,13 @@ from linnaeus.training.stop import StopAgreement
 from linnaeus.training.tracking import check_loggers
 from linnaeus.training.trainer import Trainer
 
-_RESUMED_WEIGHTS = "weights: those of this run's checkpoint, which replace any that MODEL names"
+_RESUMED_WEIGHTS = "weights: from this run's checkpoint, in place of MODEL's"
 
 logger = logging.getLogger("linnaeus.run")
 
 
 def check_start(config: Config, world: World) -> dict[str, Any]:
-    """Check what needs neither folder nor data; return the callbacks of the user. Collective.
+    """Check settings that need neither folder nor data; return the callbacks of the user. Collective.
 
     Raises:
         LinnaeusError: ranks have different configurations, or one cannot be used.
@@ -157,7 +157,7 @@ def with_overfit_limit(config: Config, world: World) -> DataConfig:
 
 
 def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> Setup:
-    """Build data and model, restore the checkpoint, and log what the run starts with. Collective."""
+    """Build data and model, restore the checkpoint, and log the start of the run. Collective."""
     data_node, note = with_preprocessing(
         config.DATA, config.MODEL, None if checkpoint is None else checkpoint.config
     )

@@ -53,7 +53,7 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
 
 
 def sharding_sentence(model: nn.Module, config: DistConfig, world: World) -> str | None:
-    """What is sharded, for people; None where nothing is to be."""
+    """Describe the sharding, for people; None without any."""
     if not shards_model(config, world):
         alone = f"DIST.SHARDING {config.SHARDING} has no effect: there is a single rank"
         return alone if config.SHARDING != "none" else None
@@ -236,7 +236,7 @@ def fill_part(tensor: Any, value: Tensor) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward pass without a backward pass has left gathered: FSDP2 keeps the root."""
+    """Free parameters that a forward pass without backward pass left gathered: FSDP2 keeps the root."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

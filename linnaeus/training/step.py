@@ -140,7 +140,7 @@ class TrainStep:
         return self.scaler.get_scale() if is_read else 1.0
 
     def _no_sync(self) -> AbstractContextManager[None]:
-        """A context in which gradients are not averaged over the ranks."""
+        """Return a context in which gradients are not averaged over the ranks."""
         if isinstance(self.model, DistributedDataParallel):
             return self.model.no_sync()
         return nullcontext()

@@ -39,7 +39,7 @@ class StopAgreement:
         self._last_exchange = time.monotonic()
 
     def deferred(self) -> AbstractContextManager[None]:
-        """The context in which signals are only noted."""
+        """Return the context in which signals are only noted."""
         return self._request.deferred()
 
     @property

@@ -98,7 +98,7 @@ class _WandbTracker(Tracker):
 
 
 class _TensorBoardTracker(Tracker):
-    """Event files. TensorBoard drops what the earlier ones have of the steps that a run repeats."""
+    """Event files. TensorBoard drops earlier records of the steps that a run repeats."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], num_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -110,7 +110,7 @@ class _TensorBoardTracker(Tracker):
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # a run that is killed has what its checkpoint has
+        self._writer.flush()  # a killed run has the records of its checkpoint
 
     def finish(self, exit_code: int) -> None:
         self._writer.close()
@@ -228,7 +228,7 @@ def _start_wandb(
 
 
 def _has_credentials() -> bool:
-    """Whether W&B finds an API key, without asking for one on the terminal."""
+    """Return whether W&B finds an API key, without asking for one on the terminal."""
     import wandb
 
     if "prompt" in inspect.signature(wandb.login).parameters:

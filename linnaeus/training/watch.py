@@ -1,4 +1,4 @@
-"""What one watches in a run: waiting for data, speed, peak memory, a profile of some steps."""
+"""Measurements of a run: waiting for data, speed, peak memory, a profile of some steps."""
 
 from __future__ import annotations
 

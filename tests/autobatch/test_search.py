@@ -395,7 +395,7 @@ def test_a_fixed_cost_that_is_known_saves_trials():
 
 @pytest.fixture(scope="module")
 def benchmark():
-    path = Path(__file__).parents[2] / "benchmarks" / "search_replay.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "research" / "search_replay.py"
     spec = importlib.util.spec_from_file_location("search_replay", path)
     module = sys.modules["search_replay"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

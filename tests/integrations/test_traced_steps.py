@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from benchmarks import traced_steps
+from benchmarks.research import traced_steps
 from linnaeus.autobatch.predict.trace import UntraceableError
 
 REFUSED = {

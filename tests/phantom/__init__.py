@@ -1,4 +1,4 @@
-"""A phantom GPU: torch's own CUDA code without a card. See README.md."""
+"""A phantom GPU: torch's own CUDA code without a GPU. See README.md."""
 
 import os
 

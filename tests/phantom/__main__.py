@@ -1,9 +1,9 @@
-"""Run a command on a card where there is one, else on phantom GPUs.
+"""Run a command on a GPU where there is one, else on phantom GPUs.
 
     python -m tests.phantom python -m pytest -m gpu
     PHANTOM_GPUS=2 PHANTOM_TOTAL_GIB=40,24 python -m tests.phantom torchrun --nproc_per_node=2 ...
 
-Where there is neither a card nor what a phantom is built from, one sentence says so, and the command is
+Where there is neither a GPU nor the parts of a phantom, one sentence says so, and the command is
 skipped; with `CI` set, that is a failure.
 """
 
@@ -17,7 +17,7 @@ from tests.phantom.build import CannotBuildError, environment
 
 
 def has_card():
-    """Whether the driver finds a card; asked without torch, which takes seconds to import."""
+    """Whether the driver finds a GPU; asked without torch, which takes seconds to import."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

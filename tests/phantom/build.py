@@ -98,7 +98,7 @@ def environment(**settings):
 
 
 def on_phantoms(*arguments, **settings):
-    """What Python prints with these arguments, on cards of its own.
+    """What Python prints with these arguments, on GPUs of its own.
 
     Args:
         arguments: such as `"-c", program`.

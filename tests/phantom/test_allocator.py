@@ -1,4 +1,4 @@
-"""The model of the caching allocator against torch's own, on a full card."""
+"""The model of the caching allocator against torch's own, on a full GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a phantom GPU does: memory, errors, values, cards, collectives. `make test-gpu` runs these on one."""
+"""What a phantom GPU does: memory, errors, values, GPUs, collectives. `make test-gpu` runs these on one."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def refused(num_bytes):
         return "CUDA out of memory" in str(error)
 block = torch.empty(total // 2, dtype=torch.uint8, device="cuda")
 assert torch.cuda.mem_get_info()[0] <= start - total // 2
-assert refused(total // 2), "more than the card has"
+assert refused(total // 2), "more than the GPU has"
 del block
 torch.cuda.empty_cache()
 assert torch.cuda.mem_get_info()[0] == start

@@ -1,4 +1,4 @@
-"""Searches on phantom GPUs: what a trial does, where sizes fail, several cards, settings of the allocator."""
+"""Searches on phantom GPUs: what a trial does, where sizes fail, several GPUs, settings of the allocator."""
 
 import pytest
 import torch

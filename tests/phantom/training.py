@@ -1,4 +1,4 @@
-"""Models and how they are trained: what `compare.py` and `benchmarks/gpu_truth.py` measure."""
+"""Models and how they are trained: what `compare.py` and `benchmarks/research/gpu_truth.py` measure."""
 
 import dataclasses
 from functools import partial

@@ -48,7 +48,7 @@ class AcceleratorMemory(DeviceMemory):
         return total - free - self.in_use()
 
     def reset_peak(self) -> None:
-        """Set the allocator's peak to what it holds now."""
+        """Reset the allocator's peak to the memory held now."""
         self._api.reset_peak_memory_stats(self.device)
 
     def peak(self) -> int:
@@ -120,7 +120,7 @@ class CudaMemory(AcceleratorMemory):
         return min(super().budget(fraction, limit_bytes), self._allowed_bytes())
 
     def clean(self) -> None:
-        """See `FailedAllocations.clean`. What was refused before is not evidence for what comes."""
+        """See `FailedAllocations.clean`. Earlier refusals are no evidence for later ones."""
         super().clean()
         self._num_refusals = self._count("num_ooms")
 
@@ -180,7 +180,7 @@ class CudaMemory(AcceleratorMemory):
             return {}
 
     def _allowed_bytes(self) -> int:
-        """The cap on what the allocator may reserve; the total where there is none."""
+        """Return the cap on the allocator's reserved memory; the total without a cap."""
         return round(torch.cuda.get_per_process_memory_fraction(self.device) * self.total_bytes)
 
     def _allow(self, bytes_: int) -> None:
@@ -221,7 +221,7 @@ def device_memory(device: torch.device, neighbours: Sequence[int] = ()) -> Devic
 
 
 def failed_allocations(device: torch.device) -> FailedAllocations:
-    """What follows when memory of the device runs out, on any device."""
+    """Consequences of running out of device memory, on any device."""
     try:
         return device_memory(device)
     except NotImplementedError:

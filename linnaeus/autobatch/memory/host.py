@@ -1,4 +1,4 @@
-"""Memory of the host: what this process holds, a cap on it, and what is available."""
+"""Memory of the host: usage of this process, a cap on it, and available memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _IN_TRAINING = 64 * _MIB, 32 * _MIB
 
 
 class CpuMemory(DeviceMemory):
-    """Host memory of this process: what it held before, and the tensors that trials allocate. Linux only.
+    """Host memory of this process: its memory before, and the tensors that trials allocate. Linux only.
 
     Tensors are counted as operations allocate and free them, so that the peak of a step is the same every
     time. An operation that would take the count above the cap raises, and so does a large allocation where
@@ -85,7 +85,7 @@ class CpuMemory(DeviceMemory):
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """See `DeviceMemory.budget`. The ranks of one host divide its memory evenly.
 
-        `limit_bytes` limits this process alone: what other processes use is not subtracted from it.
+        `limit_bytes` limits this process alone: memory of other processes is not subtracted from it.
         """
         ours = _resident_bytes_of_ranks(self._num_ranks, self._rank_pids)
         budgets = [
@@ -104,7 +104,7 @@ class CpuMemory(DeviceMemory):
             libc.malloc_trim(0)
 
     def reset_peak(self) -> None:
-        """Set the peak to what is in use now."""
+        """Reset the peak to the memory in use now."""
         self._peak_bytes, self._held_at_reset = self._live_bytes, self.in_use()
         self._resident_at_reset = status_bytes("VmRSS")
         (PROCESS / "clear_refs").write_text("5")  # resets VmHWM
@@ -122,12 +122,12 @@ class CpuMemory(DeviceMemory):
         return self._num_refused
 
     def in_use(self) -> int:
-        """What the process held when `settle` was called, and the tensors that trials allocated since."""
+        """Memory of the process when `settle` was called, plus the tensors that trials allocated since."""
         return self._base_bytes + self._live_bytes
 
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:
-        """In this thread, an operation fails that takes the process above `bytes_`, or above what is free."""
+        """Fail operations of this thread that take the process above `bytes_`, or above the free memory."""
         outer_bytes = self._cap_bytes
         available_bytes = available_host_bytes() // self._num_ranks
         self._cap_bytes = min(bytes_, outer_bytes, self.in_use() + available_bytes)
@@ -141,7 +141,7 @@ class CpuMemory(DeviceMemory):
                 _set_thresholds(*_IN_TRAINING)
 
     def _held(self, name: str, counted_bytes: int) -> int:
-        """The count, or `VmRSS` or `VmHWM` where that is larger by more than `_MARGIN`."""
+        """Return the count, or `VmRSS` or `VmHWM` where that is larger by more than `_MARGIN`."""
         grown_bytes = status_bytes(name) - self._resident_at_reset
         resident_bytes = self._held_at_reset + math.ceil(grown_bytes / _STEP_BYTES) * _STEP_BYTES
         return resident_bytes if resident_bytes > (1 + _MARGIN) * counted_bytes else counted_bytes
@@ -185,7 +185,7 @@ def available_host_bytes() -> int:
 
 
 def status_bytes(name: str) -> int:
-    """A line of `/proc/self/status`, in bytes."""
+    """Return a line of `/proc/self/status`, in bytes."""
     for line in (PROCESS / "status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -206,7 +206,7 @@ def _resident_bytes_of_ranks(num_ranks: int, pids: Sequence[int] = ()) -> int:
 
 
 class MemoryPool(NamedTuple):
-    """Memory that this process allocates from: the machine's, or what a cgroup's limit allows.
+    """Memory that this process allocates from: the machine's, or the limit of a cgroup.
 
     `used_bytes` are in use by all processes; what the kernel can reclaim is left out.
     """
@@ -243,7 +243,7 @@ def _pools() -> list[MemoryPool]:
 def _read_pool(
     folder: Path, limit_file: str, usage_file: str, reclaimable: str
 ) -> MemoryPool | None:
-    """The pool of one cgroup; None where it has no limit or cannot be read."""
+    """Return the pool of one cgroup; None where it has no limit or cannot be read."""
     try:
         limit_bytes = int((folder / limit_file).read_text())  # "max" means no limit
         used_bytes = int((folder / usage_file).read_text())

@@ -1,4 +1,4 @@
-"""What is asked of the memory of a device, of whatever kind. All numbers are bytes."""
+"""Interface for measuring and capping device memory. All numbers are bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linnaeus.autobatch.memory.oom import is_out_of_memory
 
 
 class FailedAllocations:
-    """What follows when memory of a device runs out."""
+    """Consequences of running out of device memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -52,7 +52,7 @@ class DeviceMemory(FailedAllocations, ABC):
 
     @abstractmethod
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
-        """What this process may hold now, given what is in use outside its allocator; may be negative.
+        """Return the memory this process may hold now, given the use outside its allocator; may be negative.
 
         Args:
             fraction: of the total that may be in use on the device, by all processes, in (0, 1].
@@ -60,7 +60,7 @@ class DeviceMemory(FailedAllocations, ABC):
         """
 
     def settle(self, excluded_bytes: int = 0) -> None:
-        """Read anew what the process holds beside the tensors of trials, where no allocator knows it.
+        """Read the memory of the process beside the tensors of trials again, where no allocator knows it.
 
         Args:
             excluded_bytes: host memory that is not counted.
@@ -72,7 +72,7 @@ class DeviceMemory(FailedAllocations, ABC):
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Set the peak to what is in use now."""
+        """Reset the peak to the memory in use now."""
 
     @abstractmethod
     def peak(self) -> int:

@@ -47,12 +47,12 @@ def exceeds_a_kernel(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the exception, or one in its chain of causes, reports a failed allocation."""
+    """Return whether the exception, or one in its chain of causes, reports a failed allocation."""
     return any(_reports_out_of_memory(cause) for cause in _causes(error))
 
 
 def is_ambiguous(error: BaseException) -> bool:
-    """Whether libraries raise this error when an allocation failed, but for other reasons too."""
+    """Return whether libraries raise this error when an allocation failed, but for other reasons too."""
     return _says(error, _AMBIGUOUS)
 
 

@@ -132,7 +132,7 @@ class CudaPaths(TorchFunctionMode):
 
 
 def on_meta(device: Any) -> Any:
-    """Return `meta` in place of a CUDA device, anything else as it is."""
+    """Return `meta` in place of a CUDA device, anything else unchanged."""
     return "meta" if str(device).startswith("cuda") or isinstance(device, int) else device
 
 

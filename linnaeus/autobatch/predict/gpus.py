@@ -91,7 +91,7 @@ GPUS: dict[str, int] = {
     "l40s": _gib(44.53),  # github.com/Wan-Video/Wan2.1/issues/205
     "h100-80gb": _below_nvidia_smi(81_559),
     "a100-80gb": _gib(79.25),  # github.com/wbfwonderful/Vad-R1/issues/11
-    # What nvidia-smi prints for these GPUs; where that differs by driver, the smaller.
+    # Output of nvidia-smi for these GPUs; the smaller value where drivers differ.
     "rtx-2080-ti": _below_nvidia_smi(11_264),
     "rtx-3080-10gb": _below_nvidia_smi(10_240),
     "rtx-3080-12gb": _below_nvidia_smi(12_288),

@@ -53,7 +53,7 @@ NUM_STEPS = 2
 
 @dataclass(frozen=True)
 class Trace:
-    """Memory events of two steps of one batch size, after those of their state."""
+    """Memory events of two steps of one batch size, after the events of their state."""
 
     batch_size: int
     events: tuple[Event, ...]

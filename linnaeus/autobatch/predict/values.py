@@ -69,7 +69,7 @@ class Values:
             [each for each in found if not self.are_known([each])],
         )
         if not (is_mutable and inputs) and not fresh:
-            return  # views of what is known
+            return  # views of known values
         is_set = not func.__name__.startswith(("empty", "new_empty"))
         if is_set and all(map(_is_kept, found)) and self.are_known(inputs):
             with contextlib.suppress(

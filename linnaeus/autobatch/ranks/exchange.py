@@ -128,7 +128,7 @@ class Exchange:
         values = [self._wait_for(number, rank, limit_s, on_wait) for rank in range(self.world_size)]
         while (
             len(self._own_values) > 1
-        ):  # all have sent this value after they read what came before it
+        ):  # all have sent this value after they read the previous one
             self.keys.delete(self._own_values.pop(0))
         return values
 
@@ -193,7 +193,7 @@ class Exchange:
         while True:
             has_failed = (
                 self.failure is not None
-            )  # first: what a rank has sent before it failed counts
+            )  # first: values that a rank sent before it failed count
             if is_there():
                 return
             if has_failed:

@@ -89,7 +89,7 @@ def stepping_alone(state: Sequence[Any]) -> Iterator[Callable[[], None]]:
     """Let this rank run steps with the objects in `state` while the others wait.
 
     DistributedDataParallel and SyncBatchNorm work over a group of this rank alone, with the same buckets, but
-    without communication hooks. What shards a model (FSDP2, DTensor) works over fake groups of the same size.
+    without communication hooks. FSDP2 and DTensor work over fake groups of the same size.
     Any other collective of several ranks is refused.
 
     Yields:

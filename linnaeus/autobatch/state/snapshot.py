@@ -49,7 +49,7 @@ class Snapshot:
         self._reset_sharding = reset_of(modules_of(state))
         self.optimizers: list[Any] = []
         always: list[Any] = []
-        kept: list[Any] = []  # what training keeps allocated: a validation is measured beside it
+        kept: list[Any] = []  # memory that training keeps: a validation is measured beside it
         modules: list[nn.Module] = []
         self._others: list[tuple[Any, Any]] = []  # each with a copy of its state dict
         for part in state:

@@ -36,7 +36,7 @@ FURTHER_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Setup:
-    """What there is to measure with: the status is told what is tried, the console shows the trials."""
+    """Shared objects of all measurements: the status line, and the console that shows the trials."""
 
     config: Config
     data: DataBundle
@@ -186,7 +186,7 @@ def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> bool:
 
 
 def environment_of(setup: Setup, search: SizeSearch) -> dict[str, Any]:
-    """The device, its memory or the limit, and the settings of a run."""
+    """Return the device, its memory or the limit, and the settings of a run."""
     limit_gb = search.config.AUTOBATCH.MEMORY_LIMIT_GB
     total_bytes = device_memory(search.world.device).total_bytes
     return {
@@ -197,7 +197,7 @@ def environment_of(setup: Setup, search: SizeSearch) -> dict[str, Any]:
 
 
 def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
-    """The settings that memory depends on."""
+    """Return the settings that memory depends on."""
     train, model = search.train, search.assembly.model
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     return {
@@ -213,7 +213,7 @@ def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
 
 
 def sentence(environment: Mapping[str, Any]) -> str:
-    """What was run, and where, for people."""
+    """Describe the measured step and device, for people."""
     pixels = "×".join(map(str, environment["image_size"] or []))
     where = environment["device_name"]
     if "total_bytes" in environment:

@@ -29,7 +29,7 @@ from linnaeus.runtime.errors import ConfigError
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 CONFIGURED = "as configured"
-"""The configuration as it is: the first row of every table."""
+"""The unchanged configuration: the first row of every table."""
 VARIANTS: dict[str, tuple[str, Any]] = {
     "bf16": ("TRAIN.AMP", "bf16"),
     "channels_last": ("TRAIN.CHANNELS_LAST", True),
@@ -97,7 +97,7 @@ _SIZES = {"--lr": "only trains"}
 
 @dataclass
 class AnalyzeOptions(Options):
-    """What to measure, and where the results go. Fractions are ascending."""
+    """Options of `linnaeus analyze`. Fractions are ascending."""
 
     output: Path | None = option(
         ".json, .jsonl or .csv by its ending; default batch_sizes.json", "FILE", read_table

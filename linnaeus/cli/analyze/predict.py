@@ -98,7 +98,7 @@ def _predict_variant(setup: Setup, name: str, options: AnalyzeOptions, analysis:
 
 
 def world_of(num: int) -> World:
-    """The ranks of a run on full nodes."""
+    """Return the ranks of a run on full nodes."""
     return World(META, world_size=num, local_world_size=min(num, GPUS_PER_NODE))
 
 
@@ -124,7 +124,7 @@ def job_of(setup: Setup) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """What is known of one step without running it.
+    """Prediction of one step, without running it.
 
     Attributes:
         prediction: its peak at any batch size, without the base of a device.
@@ -138,7 +138,7 @@ class PredictedStep:
 
 
 def build_on_meta(setup: Setup) -> SizeSearch:
-    """The model and the steps of a run, without data where the model can be built so.
+    """Return the model and the steps of a run, without data where the model can be built so.
 
     Weights are not loaded, nothing is compiled, and BatchNorm is not synchronised, which needs a GPU: none
     of that changes the memory that is predicted.
@@ -149,7 +149,7 @@ def build_on_meta(setup: Setup) -> SizeSearch:
     config = setup.config
     check_sharding(config.DIST, config.TRAIN, setup.world)
     if config.TRAIN.COMPILE:
-        logger.info("TRAIN.COMPILE is left out: what is predicted is the step without it")
+        logger.info("TRAIN.COMPILE is ignored: the prediction is of the step without it")
     model = (
         config.MODEL
         if is_target(config.MODEL)

@@ -33,7 +33,7 @@ FIRST, LAST, NUM_STEPS = 1e-6, 10.0, 100
 LOG_EVERY = 10
 """Steps from one log line to the next."""
 SMOOTHING, DIVERGED = 0.9, 4
-"""What a step keeps of the running mean; the smoothed loss, over its lowest, that ends the test."""
+"""Decay of the running mean; ratio of the smoothed loss to its lowest value that ends the test."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ class Row:
     """One variant in one mode at one fraction of the memory.
 
     Attributes:
-        variant: what is changed; `CONFIGURED` if nothing is.
+        variant: the changed setting; `CONFIGURED` without a change.
         batch_size: the maximum batch size, if predicted with the margin; None when nothing fits.
         certified: whether the next candidate ran and did not fit, or there is none.
         limited_by: as in `AutoBatchResult`; `interrupted`; `failed` for a variant that cannot run.
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def memory(self) -> str:
-        """The fraction and of what: `90%`, or `90% of rtx-4090`."""
+        """Return the fraction with its device: `90%`, or `90% of rtx-4090`."""
         return f"{self.memory_fraction:.0%}" + (f" of {self.device}" if self.device else "")
 
     @property
@@ -67,7 +67,7 @@ class Row:
         return " to ".join(map(str, bounds))
 
     def figures(self) -> dict[str, Any]:
-        """The entries that all files have."""
+        """Return the entries that all files have."""
         return {name: value for name, value in vars(self).items() if name != "trials"}
 
 
@@ -95,7 +95,7 @@ class Analysis:
         return list(dict.fromkeys(found.values()))
 
     def sorted_rows(self) -> list[Row]:
-        """The rows by mode, variant and device, each in the order asked for, and fraction."""
+        """Return the rows by mode, variant and device, each in the order asked for, and fraction."""
         places = list(dict.fromkeys((row.variant, row.device) for row in self.rows))
         return sorted(
             self.rows,
@@ -131,7 +131,7 @@ class Analysis:
         """Print the maximum batch size at each fraction; its peak and speed are at the largest one."""
         rows = self.sorted_rows()
         lines: dict[tuple[str, str, str], dict[str, str]] = {}
-        for row in rows:  # by ascending fraction: what is at the largest one stays
+        for row in rows:  # by ascending fraction: the entry of the largest one stays
             names = {"mode": row.mode, "variant": row.variant, "device": row.device}
             line = lines.setdefault((row.mode, row.variant, row.device), names)
             peak = None if row.peak_bytes is None else row.peak_bytes / GIB
@@ -154,7 +154,7 @@ class Analysis:
                 console.print(reason, soft_wrap=True)
 
     def too_small(self, required: int) -> list[str]:
-        """Name the devices of which the largest fraction does not hold the required size."""
+        """Name the devices whose largest fraction does not hold the required size."""
         most = max(row.memory_fraction for row in self.rows)
         rows = [
             row for row in self.rows if (row.variant, row.memory_fraction) == (CONFIGURED, most)

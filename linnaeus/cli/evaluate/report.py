@@ -1,4 +1,4 @@
-"""What an evaluation has found: files for programs, and tables for people."""
+"""Results of an evaluation: files for programs, and tables for people."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Evaluation:
     """All that an evaluation has found.
 
     Attributes:
-        about: what was evaluated, and how, by its name in the JSON file.
+        about: the evaluated data and settings, by their names in the JSON file.
         metrics: those that training logs.
         levels: the metrics of each level, coarse to fine.
         distance: of mistakes in the taxonomy; None without one.
@@ -43,7 +43,7 @@ class Evaluation:
 
     @property
     def data_title(self) -> str:
-        """What was evaluated, for people."""
+        """Describe the evaluated data, for people."""
         data = self.about["data"]
         return f"{counted(data['samples'], 'sample')} of {data['source']} ({data['part']})"
 
@@ -61,7 +61,7 @@ class Evaluation:
         save_figures(path, content, classes)
 
     def level_row(self, level: LevelFigures | SetFigures) -> dict[str, Any]:
-        """The metrics of a level that are single numbers."""
+        """Return the metrics of a level that are single numbers."""
         found = level.classes
         row: dict[str, Any] = {
             "samples": level.num_samples,
@@ -152,7 +152,7 @@ class Evaluation:
 
 
 def class_rows(level: LevelFigures | SetFigures) -> list[dict[str, Any]]:
-    """One row for each class of a level."""
+    """Return one row for each class of a level."""
     found, names = level.classes, level.level.classes
     columns: dict[str, Any] = {
         "samples": found.num_samples,
@@ -173,7 +173,7 @@ def class_rows(level: LevelFigures | SetFigures) -> list[dict[str, Any]]:
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with None in place of numbers that are not finite, which JSON does not have."""
+    """Return the values with None in place of numbers that are not finite, which JSON does not have."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()

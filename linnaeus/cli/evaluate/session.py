@@ -64,7 +64,7 @@ logger = logging.getLogger("linnaeus.evaluate")
 
 @dataclass(frozen=True)
 class Session:
-    """What all steps of an evaluation need; the console is rank 0's."""
+    """Shared objects of an evaluation; the console is rank 0's."""
 
     options: EvaluateOptions
     config: Config
@@ -75,7 +75,7 @@ class Session:
 
     @property
     def is_own_dataset(self) -> bool:
-        """Whether the dataset is that of the run."""
+        """Whether the dataset is the run's own."""
         return bool(self.config.DATA.DATASET == self.own.DATA.DATASET)
 
 
@@ -114,7 +114,7 @@ def _evaluate(session: Session) -> None:
     world, trained = session.world, session.trained
     data = _data(session)
     dataset, preprocessing = session.config.DATA.DATASET, data.bundle.preprocessing
-    about_data = {  # what tells this data, as the model sees it, from other data
+    about_data = {  # identifies this data, with its preprocessing
         "source": data.source,
         "part": data.part,
         "dataset": dict(dataset) if isinstance(dataset, Mapping) else dataclasses.asdict(dataset),
@@ -169,7 +169,7 @@ def _evaluate(session: Session) -> None:
 
 
 def _files(session: Session, data: EvaluationData) -> list[str]:
-    """The image files, for `--samples`; `ConfigError` where there is none."""
+    """Return the image files, for `--samples`; `ConfigError` where there is none."""
     samples, taxonomy = data.bundle.val, session.trained.spec.taxonomy
     if session.options.samples is None:
         return []
@@ -179,7 +179,7 @@ def _files(session: Session, data: EvaluationData) -> list[str]:
 
 
 def _data(session: Session) -> EvaluationData:
-    """The samples to evaluate, preprocessed for the model."""
+    """Return the samples to evaluate, preprocessed for the model."""
     trained, world = session.trained, session.world
     config, own = session.config.DATA, session.own.DATA
     changes: dict[str, Any] = {
@@ -266,7 +266,7 @@ def _file(output: Path, ending: str) -> Path:
 
 
 def _logged(session: Session, data: EvaluationData) -> dict[str, float] | None:
-    """The metrics of training in the checkpoint; None where they are not of this data and state."""
+    """Return the metrics of training in the checkpoint; None where they are not of this data and state."""
     progress, own = session.trained.content["progress"], session.own
     is_whole = own.DATA.LIMIT_VAL_SAMPLES is None and own.TRAIN.OVERFIT_BATCHES is None
     is_comparable = session.is_own_dataset and not data.num_left_out and is_whole
@@ -276,7 +276,7 @@ def _logged(session: Session, data: EvaluationData) -> dict[str, float] | None:
 
 
 def _output(session: Session, data: EvaluationData, about_data: dict[str, Any]) -> Path:
-    """The beginning of the files' names.
+    """Return the beginning of the files' names.
 
     It is the name of the checkpoint. Where data or preprocessing are not the run's own, the name of the data
     and a number follow, which tells such evaluations apart.

@@ -2,4 +2,4 @@
 
 FORMATS = ("safetensors", "onnx", "torch-export")
 OUTPUTS = ("probabilities", "logits")
-"""What an ONNX or torch.export file computes."""
+"""Outputs of an ONNX or torch.export file."""

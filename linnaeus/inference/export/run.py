@@ -43,7 +43,7 @@ class Exported:
         num_bytes: size of all that was written.
         difference: the largest difference between its outputs and the run's; None where only the weights
             could be compared, which are equal then.
-        kind: what the outputs are: `probabilities` or `logits`.
+        kind: of the outputs: `probabilities` or `logits`.
     """
 
     path: Path
@@ -236,7 +236,7 @@ class ExportModule(nn.Module):
 
 
 def _merged(run: TrainedRun) -> TrainedRun:
-    """The run with the adapters of MODEL.LORA in the weights that they adapt."""
+    """Return the run with the adapters of MODEL.LORA in the weights that they adapt."""
     node = run.spec.node
     lora = LoraConfig() if is_target(node) else LoraConfig(**node.get("LORA", {}))
     if lora.RANK is None:
@@ -248,7 +248,7 @@ def _merged(run: TrainedRun) -> TrainedRun:
 
 
 def _reference(run: TrainedRun, kind: str) -> Model:
-    """The run's own outputs in full float32, on its device."""
+    """Return the run's own outputs in full float32, on its device."""
     module = ExportModule(run, kind).eval()
 
     @torch.no_grad()

@@ -149,7 +149,7 @@ class Loaders:
             )
 
     def set_size(self, size: int) -> None:
-        """Set the attribute from which the loaders take their size; also what loggers write down of it."""
+        """Set the attribute from which the loaders take their size, also in the logged hyperparameters."""
         module = self._trainer.lightning_module
         lightning_setattr(module, self._name, size)
         for owner in (module, self._trainer.datamodule):

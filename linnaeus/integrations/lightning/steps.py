@@ -72,7 +72,7 @@ class TrainStep:
 
 
 class ValidationStep:
-    """Batches of validation, beside what the whole loop keeps of its batches.
+    """Batches of validation, beside the outputs that the whole loop keeps.
 
     What a call leaves in attributes of the module and its metrics, it takes out again.
 
@@ -154,7 +154,7 @@ def set_up_optimizers(trainer: Trainer) -> list[Any]:
 
 @contextlib.contextmanager
 def rehearsal(trainer: Any) -> Iterator[None]:
-    """Inside, the trainer can run steps; afterwards it is what it was.
+    """Inside, the trainer can run steps; afterwards its state is restored.
 
     What trials do to the module, its optimizers and the global generators, the search itself puts back. This
     puts back the rest: attributes of all objects of Lightning, datasets and samplers that the trainer leads

@@ -123,7 +123,7 @@ def check_supported(trainer: Any) -> None:
     """Check that a trainer's batch size can be searched, and that nothing else searches it.
 
     Raises:
-        AutoBatchError: it cannot; names what is in the way, and why.
+        AutoBatchError: it cannot; names the obstacle and the reason.
         ValueError: `auto_find_batch_size` is set in its arguments.
     """
     args, accelerator = trainer.args, trainer.accelerator
@@ -162,7 +162,7 @@ def check_supported(trainer: Any) -> None:
 
 @dataclass
 class _Search:
-    """Stands in for a trainer's loop: searches, then runs the loop with what was found."""
+    """Stands in for a trainer's loop: searches, then runs the loop with the size found."""
 
     trainer: Any
     options: Mapping[Mode, dict[str, Any]]

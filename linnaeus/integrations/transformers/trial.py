@@ -66,7 +66,7 @@ class Rehearsal:
         wrapped: the model as training calls it: over several ranks in a wrapper.
 
     Attributes:
-        state: what a step changes, for `auto_find_batch_size`.
+        state: changed by a step, for `auto_find_batch_size`.
     """
 
     def __init__(self, trainer: Any, prepared: nn.Module, wrapped: nn.Module) -> None:
@@ -112,7 +112,7 @@ class Rehearsal:
         model.zero_grad()
 
     def predict(self, num_samples: int | None, batches: Sequence[Any]) -> None:
-        """Run prediction steps as the trainer's evaluation does, beside what its whole loop keeps.
+        """Run prediction steps as the trainer's evaluation does, beside the outputs kept by its loop.
 
         Args:
             num_samples: of the loop; None where it is not known.
@@ -154,7 +154,7 @@ class _Held(nn.ModuleList):
 
 
 def held_by(trainer: Any) -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
-    """The modules and optimizers among a trainer's attributes, also in containers there.
+    """Return the modules and optimizers among a trainer's attributes, also in containers there.
 
     Without its model and its optimizer. The modules are one list, so that ranks may hold different ones.
     """
@@ -182,7 +182,7 @@ def _datasets(trainer: Any) -> list[Any]:
 
 
 def _kept(trainer: Any) -> Contents:
-    """What a trainer and what it works with hold in attributes, and accelerate for the whole process."""
+    """Attributes of a trainer and its parts, and accelerate's state of the process."""
     names = ("data_collator", "state", "control", "callback_handler", "accelerator")
     parts = [trainer, *(getattr(trainer, name) for name in names)]
     owners = [

@@ -1,8 +1,9 @@
 """What torch reserves on one rank of a sharded training step, and what is predicted.
 
-    PHANTOM_TOTAL_GIB=80 python -m tests.phantom python -m benchmarks.sharded_prediction [--worlds 2,4,8,64]
+    PHANTOM_TOTAL_GIB=80 python -m tests.phantom python -m benchmarks.research.sharded_prediction \\
+        [--worlds 2,4,8,64]
 
-The rank runs alone, in groups that communicate nothing, on a phantom card: torch's own FSDP2 and allocator.
+The rank runs alone, in groups that communicate nothing, on a phantom GPU: torch's own FSDP2 and allocator.
 AdamW, blocks and root sharded, parameters gathered in float32 or bf16. The buffers of NCCL are not there.
 """
 
@@ -32,7 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worlds", default="2,4,8,64")
     worlds = parser.parse_args().worlds.split(",")
-    print("$ PHANTOM_TOTAL_GIB=80 python -m tests.phantom python -m benchmarks.sharded_prediction")
+    print(
+        "$ PHANTOM_TOTAL_GIB=80 python -m tests.phantom python -m benchmarks.research.sharded_prediction"
+    )
     print(f"phantom card; torch {torch.__version__}\n")
     print(
         f"{'model':22} {'gathered':9} {'ranks':>5} {'batch':>5} {'MiB':>7} {'predicted':>9} {'error':>7}"

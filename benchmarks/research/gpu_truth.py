@@ -1,24 +1,24 @@
 """What a search finds and promises, against training in a fresh process and against brute force.
 
-    python -m benchmarks.gpu_truth [--rows 30] [--seed 0] [--gib 24,80] [--fraction 0.8]
+    python -m benchmarks.research.gpu_truth [--rows 30] [--seed 0] [--gib 24,80] [--fraction 0.8]
         [--tolerance 0.01] [--ranks]
 
-Each row is a timm model with a number format, an optimizer and a feature, drawn by the seed. Without a card,
-it runs on phantom ones (`python -m tests.phantom python -m benchmarks.gpu_truth`): the allocator is torch's
-own, but neither cuDNN's choices nor speeds are real.
+Each row is a timm model with a number format, an optimizer and a feature, drawn by the seed. Without a
+GPU, it runs on phantom ones (`python -m tests.phantom python -m benchmarks.research.gpu_truth`): the
+allocator is torch's own, but neither cuDNN's choices nor speeds are real.
 
-    found       size that the search finds within that fraction of the card
+    found       size that the search finds within that fraction of the GPU
     trials, s   of that search
     promise     peak of the trial of that size in GiB, fragmentation allowance included
     training    peak of 50 real steps in a fresh process, relative to the promise
-    in use      part of the card in use at that peak
-    predicted   reserved bytes predicted without the card, relative to that peak
+    in use      part of the GPU in use at that peak
+    predicted   reserved bytes predicted without the GPU, relative to that peak
     brute       largest size whose 20 steps in a fresh process, capped at the budget, neither run out of
                 memory nor flush the allocator's cache; and what `found` is of it. A size is presumed to fit
                 if a larger one does, so sizes that fit above one that does not are missed.
     +2 %        whether 20 steps of a size 2 % above `brute` break the budget
 
-`--ranks` has two ranks (NCCL, DistributedDataParallel) on cards of the sizes of `--gib`. They search together
+`--ranks` has two ranks (NCCL, DistributedDataParallel) on GPUs of the sizes of `--gib`. They search together
 and train at the size found in fresh processes. Figures that differ between ranks are there for each.
 """
 
@@ -107,7 +107,7 @@ class RowError(Exception):
 
 
 def cases(seed: int, num_rows: int, gib: list[float]) -> Iterator[tuple[Case, float]]:
-    """Rows in random order, each with the size of its card; each model comes once."""
+    """Rows in random order, each with the size of its GPU; each model comes once."""
     draw = random.Random(seed)
     for model in draw.sample(MODELS, len(MODELS))[:num_rows]:
         feature = draw.choice(FEATURES)
@@ -275,7 +275,12 @@ def row_of_ranks(case: Case, tolerance: float) -> dict[str, Any]:
             "--standalone",
             "--nproc_per_node=2",
         ]
-        command += ["-m", "benchmarks.gpu_truth", "--case", json.dumps(dataclasses.asdict(case))]
+        command += [
+            "-m",
+            "benchmarks.research.gpu_truth",
+            "--case",
+            json.dumps(dataclasses.asdict(case)),
+        ]
         command += [
             f"--fraction={FRACTION}",
             f"--tolerance={tolerance}",
@@ -349,7 +354,7 @@ def print_table(options: argparse.Namespace) -> None:
         and name not in ("PHANTOM_MACHINE", "PHANTOM_DIR")
     ]
     python = "python -m tests.phantom python" if is_on() else "python"
-    print("$", *settings, python, "-m benchmarks.gpu_truth", shlex.join(sys.argv[1:]))
+    print("$", *settings, python, "-m benchmarks.research.gpu_truth", shlex.join(sys.argv[1:]))
     card, gib = "phantom card", options.gib
     if not is_on():
         card = in_fork("card", torch.cuda.get_device_name)

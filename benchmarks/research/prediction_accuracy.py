@@ -1,11 +1,11 @@
 """Predict the peak memory of timm models from traces on `meta`, and compare with measured curves.
 
-    python benchmarks/prediction_accuracy.py --curves FILE [--models N] [--seed S] [--jobs J]
+    python benchmarks/research/prediction_accuracy.py --curves FILE [--models N] [--seed S] [--jobs J]
         [--part all|fit|held]
 
 FILE has rows of `model,batch_size,memory_mib`, as `benchmarks/data/memory_curves.csv`; that file's README
 says which rows count. What was measured: training steps of timm models in float32 by SGD with momentum, 1000
-classes, at the model's own image size, on a card of 40 GB; the figure is the use of the whole device. cuDNN
+classes, at the model's own image size, on a GPU of 40 GB; the figure is the use of the whole device. cuDNN
 timed its kernels (`torch.backends.cudnn.benchmark`), as timm's training script sets it: without that, models
 with large weights come out up to 12 % too low at small batches, and the spikes below have no explanation.
 
@@ -52,7 +52,7 @@ CARD_BYTES = GPUS["a100-40gb"]  # GPUMemNet's paper names it
 LOADED_BATCHES = 4.5
 """Input batches of float32 on the device: timm's loader makes the next one, in 8 bits and in float32, on a
 stream of its own while the step runs. Fitted: 5 has the smallest error of all runs, 4.5 of those that fill
-the card."""
+the GPU."""
 
 WEIGHT_DECAY = 1e-4
 """Its value plays no part, but that there is one: multi-tensor SGD then holds gradients with decay beside
@@ -123,7 +123,7 @@ def traces_of(name: str) -> tuple[int, tuple[Trace, Trace]]:
 
 
 def predicted_mib(prediction: Prediction, batch_size: int, sample_elements: int) -> float:
-    """Use of the device, with what the loader holds; on the card, or without its limit if it is refused."""
+    """Use of the device, with what the loader holds; on the GPU, or without its limit if it is refused."""
     loaded_bytes = LOADED_BATCHES * 4 * batch_size * sample_elements
     peak_bytes = prediction.peak_within(batch_size, CARD_BYTES - loaded_bytes)
     return ((peak_bytes or prediction.peak_bytes(batch_size)) + loaded_bytes) / MIB

@@ -1,6 +1,7 @@
 """Compare predictions with peaks that others have measured, and with what others have predicted for them.
 
-    python benchmarks/prediction_truth.py [--gpumemnet FOLDER] [--source NAME ...] [--cache FILE] [--rows]
+    python benchmarks/research/prediction_truth.py [--gpumemnet FOLDER] [--source NAME ...] \\
+        [--cache FILE] [--rows]
 
 Rows lie in `benchmarks/data/truth/`; its README names their sources. GPUMemNet's tables state no licence:
 FOLDER is a clone of https://github.com/itu-rad/GPUMemNet. Without it, these sources are left out.
@@ -42,10 +43,10 @@ from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.predict.prediction import Prediction, predict
 from linnaeus.autobatch.predict.recorder import CONV_WORKSPACE, Event
 
-TABLES = Path(__file__).parent / "data" / "truth"
+TABLES = Path(__file__).parents[1] / "data" / "truth"
 COVER = 1.15
 CONTEXT_MIB = 400
-"""Of a card that the allocator cannot have. It matters only where a run nearly fills the card."""
+"""Of a GPU that the allocator cannot have. It matters only where a run nearly fills the GPU."""
 
 MODELS = json.loads((TABLES / "models.json").read_text())
 """Library or family of a model, its name or task there, and options."""
@@ -99,7 +100,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured run of a job: at what batch size, on what card (0: not known), and what others predicted."""
+    """A measured run of a job: at what batch size, on what GPU (0: not known), and what others predicted."""
 
     job: Job
     batch_size: int

@@ -1,7 +1,7 @@
 """Which ordinary training steps a prediction can follow, and how exact it is for them.
 
-    python -m benchmarks.traced_steps                                    trace each step
-    python -m tests.phantom python -m benchmarks.traced_steps --compare  and run it on a phantom card
+    python -m benchmarks.research.traced_steps                                    trace each step
+    python -m tests.phantom python -m benchmarks.research.traced_steps --compare  and run it on a phantom GPU
 
 Each step is one that people write: the loops of the public examples of torch, timm, transformers and TRL,
 built anew with small models. With `--compare`, three steps at `SIZE` samples run through torch's own CUDA
@@ -804,7 +804,13 @@ def main() -> None:
             text = f"{num_bytes / 2**20:8.0f} MiB {seconds:6.1f} s"
             if options.compare:
                 values = ["-m", "tests.phantom.values"] if is_on() else ["-m"]
-                command = [sys.executable, *values, "benchmarks.traced_steps", "--run", name]
+                command = [
+                    sys.executable,
+                    *values,
+                    "benchmarks.research.traced_steps",
+                    "--run",
+                    name,
+                ]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
                     text += f" failed: {[*done.stderr.splitlines(), done.returncode][-1]}"

@@ -1,13 +1,13 @@
 """Replay every search strategy on measured memory curves; print how many trials it takes and what it finds.
 
-    python benchmarks/search_replay.py [--curves FILE] [--seeds N]
+    python benchmarks/research/search_replay.py [--curves FILE] [--seeds N]
 
 A curve is the peak memory of one model's training step at a few batch sizes (rows of
 `model,batch_size,memory_mib`; `benchmarks/data/README.md` names the source). Between the measured sizes the
 curve is interpolated linearly; beyond them its first and last segments are extended, to no less than 1 MiB.
 The result is multiplied by noise of 1 %, drawn once for each quarter octave of batch sizes. Each strategy
-then searches the sizes from 1 to 8192 with a budget of 80 % of a card of 40,000 MiB. A trial that needs more
-than the card has raises `OutOfMemory`.
+then searches the sizes from 1 to 8192 with a budget of 80 % of a GPU of 40,000 MiB. A trial that needs more
+than the GPU has raises `OutOfMemory`.
 
 The last rows are searches of as many lines, without noise, whose peaks jump by 8 % at a size drawn from
 0.9 to 1 times the best one.
@@ -31,13 +31,13 @@ from linnaeus.autobatch.search import (
     find_largest,
 )
 
-CURVES = Path(__file__).parent / "data" / "memory_curves.csv"
+CURVES = Path(__file__).parents[1] / "data" / "memory_curves.csv"
 CAPACITY_MIB = 40_000
 BUDGET_MIB = 0.8 * CAPACITY_MIB
 MAX_SIZE = 8192
 NOISE = 0.01
 USABLE_MIB = (
-    39_000  # rows above this come from runs that met the end of the card they were measured on
+    39_000  # rows above this come from runs that met the end of the GPU they were measured on
 )
 MIB = 2**20
 
@@ -116,7 +116,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Replay:
-    """One search: its result, whether the size fits, size / best size, and trials beyond the card."""
+    """One search: its result, whether the size fits, size / best size, and trials beyond the GPU."""
 
     result: SearchResult
     fits: bool

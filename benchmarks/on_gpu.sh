@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Shows what only a GPU can show, in at most 9 minutes, on a machine without a network.
 #
-#   bash benchmarks/on_card.sh [FOLDER]                                    on a GPU
-#   SMALL=1 python -m tests.phantom bash benchmarks/on_card.sh [FOLDER]    a dry run without one
+#   bash benchmarks/on_gpu.sh [FOLDER]                                    on a GPU
+#   SMALL=1 python -m tests.phantom bash benchmarks/on_gpu.sh [FOLDER]    a dry run without one
 #
 # Each part writes NAME.txt into FOLDER (default: benchmarks/results/DEVICE). The table of all parts comes
 # last, and is in summary.txt too. Wheels in .whl/ are installed first, into a temporary folder. The exit code
@@ -79,14 +79,14 @@ train_with() { # NAME LIMIT_S KEY=VALUE...
 part device 20 python3 -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_properties(0))'
 if [ -n "${SMALL:-}" ]; then
   part tests 120 python3 -m pytest -q -p no:cacheprovider -p tests.phantom.values -m gpu tests/data/test_batch.py
-  part truth 120 python3 -m benchmarks.gpu_truth --rows 1
+  part truth 120 python3 -m benchmarks.research.gpu_truth --rows 1
   part finders 30 python3 benchmarks/search_peers.py --help
   search_under_ddp test_resnet 64 64
   train_with bf16 60 MODEL.NAME=test_resnet TRAIN.AMP=bf16 DATA.AUTOBATCH.MAX_BATCH_SIZE=64
   part overhead 60 python3 benchmarks/trainer_overhead.py --turns 2 --widths 256 --accumulation 1
 else
   part tests 120 python3 -m pytest -q -p no:cacheprovider -m "gpu and not slow" tests/autobatch
-  part truth 120 python3 -m benchmarks.gpu_truth --rows 2 --fraction 0.2
+  part truth 120 python3 -m benchmarks.research.gpu_truth --rows 2 --fraction 0.2
   part finders 90 python3 benchmarks/search_peers.py --device cuda --model vit_small_patch16_224 --img-size 224 --memory-limit-gb 20 --rounds 1
   search_under_ddp resnet50 224 4096
   train_with bf16 50 MODEL.NAME=resnet50 TRAIN.AMP=bf16 DATA.IMG_SIZE=224

@@ -1,6 +1,6 @@
 """Search in the loops of Lightning, transformers, accelerate and in an own one, train, and compare by hand.
 
-    python -m benchmarks.adapters_table
+    python -m benchmarks.research.adapters_table
 
 Each case trains a few steps with the size that it finds, and again with this size and no search: weights,
 optimizer state and random numbers must have the same bits, and the peak, what the process held before and its

@@ -1,7 +1,7 @@
 """How reading a manifest grows with its rows and classes, and a sweep with its runs.
 
-    python benchmarks/growth.py
-    python benchmarks/growth.py --check --rows 10000 100000 --classes 1000 10000 --runs 10 100
+    python benchmarks/research/growth.py
+    python benchmarks/research/growth.py --check --rows 10000 100000 --classes 1000 10000 --runs 10 100
 
 Each manifest is read in a process of its own, for its CPU seconds and peak memory. The law is the exponent; 1
 is linear. With `--check`, the exit code is 1 where it exceeds `MOST`. A busy machine hardly changes it, since

@@ -1,7 +1,7 @@
 """The size that a search finds for a sharded model, beside that of brute force with all ranks.
 
     PHANTOM_GPUS=2 PHANTOM_TOTAL_GIB=40,24 python -m tests.phantom \\
-        torchrun --nproc_per_node=2 -m benchmarks.sharded_search [--how full] [--dtype fp32]
+        torchrun --nproc_per_node=2 -m benchmarks.research.sharded_search [--how full] [--dtype fp32]
 
 The model is vit_base_patch16_224 with AdamW, its blocks and the rest sharded by FSDP2. A row has the size
 found, the peak of real joint steps as a part of the budget of the fullest rank, and the largest size whose

@@ -1,8 +1,8 @@
 """How a torchrun job on this machine ends after a fault, and how the next start goes on.
 
-    python -m benchmarks.fault_times [--kind SIGKILL] [--place "in training"]
-    python -m benchmarks.fault_times --start
-    python -m benchmarks.fault_times --random 200 --ranks 3
+    python -m benchmarks.research.fault_times [--kind SIGKILL] [--place "in training"]
+    python -m benchmarks.research.fault_times --start
+    python -m benchmarks.research.fault_times --random 200 --ranks 3
 
 Each fault happens in a real job on the CPU. Without options each kind happens on rank 0 and on rank 1, at
 each of six places. A line has the seconds from the fault to the end of the last process, the exit code, what
@@ -36,7 +36,7 @@ from tests.helpers import forks
 from tests.helpers.odd_ranks import KINDS, PLACES
 from tests.helpers.runs import weights
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OPTIONS = (
     "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
     "DATA.NUM_WORKERS=0",
