@@ -1,10 +1,4 @@
-"""Train on graphs of unequal size, in batches of a bounded number of nodes and edges.
-
-    python examples/graph_budget.py
-
-A batch is one large graph: the nodes of its graphs, and their edges with shifted node numbers. Nothing is
-padded, so the costs of the graphs are added.
-"""
+"""Train on graphs in batches of bounded nodes and edges: python examples/graph_budget.py."""
 
 import torch
 from torch import Tensor, nn
@@ -12,54 +6,51 @@ from torch.utils.data import DataLoader
 
 from linnaeus import BudgetBatchSampler, find_budget
 
-Graph = tuple[Tensor, Tensor, int]
-"""Node features (nodes, 8), edges (2, edges) and a class."""
-
 
 class GraphNet(nn.Module):
-    """Two rounds of messages along the edges, and a head on the mean of the nodes."""
+    """A round of messages along the edges, and a head on the mean of the nodes."""
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.messages = nn.ModuleList([nn.Linear(8, width), nn.Linear(width, width)])
-        self.head = nn.Linear(width, 2)
+        self.message, self.head = nn.Linear(8, 64), nn.Linear(64, 2)
 
-    def forward(self, nodes: Tensor, edges: Tensor, graph_of: Tensor, num_graphs: int) -> Tensor:
-        for layer in self.messages:
-            sent = layer(nodes)
-            nodes = (sent + torch.zeros_like(sent).index_add(0, edges[1], sent[edges[0]])).relu()
-        sums = nodes.new_zeros(num_graphs, nodes.shape[1]).index_add(0, graph_of, nodes)
-        return self.head(sums / graph_of.bincount(minlength=num_graphs)[:, None])
+    def forward(self, nodes: Tensor, edges: Tensor, graph_of: Tensor) -> Tensor:
+        """Nodes (N, 8), edges (2, E) and the graph of each node -> logits (graphs, 2)."""
+        sent = self.message(nodes)
+        nodes = (sent + torch.zeros_like(sent).index_add(0, edges[1], sent[edges[0]])).relu()
+        sizes = graph_of.bincount()[:, None]
+        return self.head(nodes.new_zeros(len(sizes), 64).index_add(0, graph_of, nodes) / sizes)
 
 
-def collate(graphs: list[Graph]) -> tuple[Tensor, ...]:
-    """Join graphs into one: nodes, edges, the graph of each node, and the classes."""
-    counts = torch.tensor([len(nodes) for nodes, _, _ in graphs])
+def collate(graphs: list[tuple[Tensor, Tensor, int]]) -> tuple[Tensor, ...]:
+    """Join graphs into one, whose edges have shifted node numbers; nothing is padded."""
+    nodes, edges, labels = zip(*graphs, strict=True)
+    counts = torch.tensor([*map(len, nodes)])
     shifts = (counts.cumsum(0) - counts).tolist()
-    edges = [edges + shift for (_, edges, _), shift in zip(graphs, shifts, strict=True)]
+    joined = torch.cat([each + shift for each, shift in zip(edges, shifts, strict=True)], 1)
     graph_of = torch.arange(len(graphs)).repeat_interleave(counts)
-    labels = torch.tensor([label for _, _, label in graphs])
-    return torch.cat([nodes for nodes, _, _ in graphs]), torch.cat(edges, 1), graph_of, labels
+    return torch.cat(nodes), joined, graph_of, torch.tensor(labels)
 
 
 def run(num_steps: int, limit_gb: float = 1.0) -> list[float]:
     """Find the budget, train, and return the losses."""
     torch.manual_seed(0)
-    graphs = [random_graph(number) for number in range(400)]
+    sizes = (10 + 490 * torch.rand(400) ** 3).int().tolist()
+    graphs = [
+        (torch.randn(n, 8) + label % 2, torch.randint(n, (2, 4 * n)), label % 2)
+        for label, n in enumerate(sizes)
+    ]
     model = GraphNet()
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), list[float]()
 
     def step(batch: tuple[Tensor, ...]) -> float:
-        *graph, labels = batch
-        loss = nn.functional.cross_entropy(model(*graph, len(labels)), labels)
+        loss = nn.functional.cross_entropy(model(*batch[:3]), batch[3])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
 
-    def cost(graph: Graph) -> int:
-        return len(graph[0]) + graph[1].shape[1]
-
+    cost = [len(nodes) + edges.shape[1] for nodes, edges, _ in graphs]
     options = {"cost": cost, "unit": "nodes and edges", "memory_limit_gb": limit_gb}
     found = find_budget(step, graphs, collate, state=(model, optimizer), **options)
     sampler = BudgetBatchSampler(found.costs, found.budget)
@@ -69,13 +60,6 @@ def run(num_steps: int, limit_gb: float = 1.0) -> list[float]:
         losses += map(step, loader)
     print(f"{found.budget} nodes and edges: losses {losses[0]:.3f} to {losses[-1]:.3f}")
     return losses
-
-
-def random_graph(number: int) -> Graph:
-    """A graph of 10 to 500 nodes, whose features depend on its class."""
-    num_nodes = 10 + int(490 * float(torch.rand(())) ** 3)
-    edges = torch.randint(num_nodes, (2, 4 * num_nodes))
-    return torch.randn(num_nodes, 8) + number % 2, edges, number % 2
 
 
 if __name__ == "__main__":
