@@ -68,9 +68,10 @@ def test_the_memory_of_a_language_model(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([str(config), "--gib", "0.1"]) is None
 
 
-def test_batches_of_tokens_train_a_model() -> None:
-    run = runpy.run_path(str(EXAMPLES / "token_budget.py"))["run"]
-    losses = run(4, _limit_gb(GIB // 8))
+@pytest.mark.parametrize("name", ["token", "graph", "image"])
+def test_batches_within_a_budget_train_a_model(name: str) -> None:
+    run = runpy.run_path(str(EXAMPLES / f"{name}_budget.py"))["run"]
+    losses = run(4 if name == "token" else 12, _limit_gb(GIB // 8))
     assert losses[-1] < losses[0]
 
 

@@ -57,6 +57,10 @@ class Stage:
         steps = max(self.accumulation_steps, -(-self.samples_per_rank // max_micro_batch_size))
         return replace(self, accumulation_steps=steps)
 
+    def with_micro_batch(self, max_micro_batch_size: int) -> Stage:
+        """The same steps, split into the fewest micro-batches that are not larger than this."""
+        return replace(self, accumulation_steps=-(-self.samples_per_rank // max_micro_batch_size))
+
 
 class SizeChange(NamedTuple):
     """A split, and the epoch or optimizer step (counted from 0) from which on it is used."""

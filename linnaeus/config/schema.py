@@ -169,6 +169,14 @@ def _milestones(value: list[list[int]]) -> str | None:
     return "must be pairs [at, size] of whole numbers >= 1, with each `at` above the one before it"
 
 
+def _sides(value: list[list[int]]) -> str | None:
+    sides = [pair[-1] for pair in value if pair]
+    is_growing = _milestones(value) is None and sides == sorted({*sides})
+    if not value or (is_growing and value[0][0] == 1):
+        return None
+    return "must be pairs [epoch, side] in which epochs, from 1, and sides grow"
+
+
 @dataclass
 class WandbConfig:
     """Weights & Biases."""
@@ -547,6 +555,13 @@ class DataConfig:
         "(224 for files)",
         unit="pixels",
         check=_image_size,
+    )
+    IMG_SIZE_SCHEDULE: list[list[int]] = key(
+        list,
+        "pairs [epoch, side]: training images are squares of this side from this epoch on, counted from 1, "
+        "such as [[1, 128], [20, 176], [28, 224]]; IMG_SIZE is the last side; empty: IMG_SIZE throughout",
+        unit="pixels",
+        check=_sides,
     )
     NUM_WORKERS: int | None = key(
         None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,20 @@ OnMain = Callable[[Callable[[], Any]], Any]
 """Calls a function on rank 0 and returns its result on all; see `World.on_main`."""
 
 
+class Resized(NamedTuple):
+    """The training data from an epoch on.
+
+    Attributes:
+        start: the first epoch, from 0.
+        side: of the images, in pixels.
+        dataset: the samples, with a transform to this side.
+    """
+
+    start: int
+    side: int
+    dataset: Dataset[Any]
+
+
 @dataclass
 class DataBundle:
     """The splits, and their properties that the model needs.
@@ -39,6 +53,7 @@ class DataBundle:
         on_device: transforms of batches on the device; validation is neither erased nor mixed.
         test: a third split, for one evaluation at the end; None where there is none.
         source: the folder, the manifest or the name of the dataset, for the report.
+        resized: the training data of each side of DATA.IMG_SIZE_SCHEDULE; the last is `train`.
     """
 
     train: Dataset[Any]
@@ -53,6 +68,7 @@ class DataBundle:
     on_device: DeviceTransform = field(default_factory=DeviceTransform)
     test: Dataset[Any] | None = None
     source: str = ""
+    resized: tuple[Resized, ...] = ()
 
     @property
     def splits(self) -> dict[str, Dataset[Any]]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import partial
 from operator import call
 
 from linnaeus.autobatch.state.rng import preserved_generators
-from linnaeus.config.schema import DataConfig
+from linnaeus.config.schema import DataConfig, TrainConfig
 from linnaeus.data.builtin import build_digits, build_fashion_mnist, build_synthetic
 from linnaeus.data.bundle import (
     DataBundle,
     OnMain,
+    Resized,
+    as_size,
     dataset_length,
     limited,
     training_targets,
@@ -21,6 +24,7 @@ from linnaeus.data.image_files import bundle_files, find_splits
 from linnaeus.data.imagefolder import read_folders
 from linnaeus.data.manifest import Finder, find_manifests, read_tables
 from linnaeus.data.mixing import build_device_transform
+from linnaeus.data.transforms import build_transforms
 from linnaeus.data.user_dataset import build_user_dataset
 from linnaeus.data.webdataset import find_webdataset
 from linnaeus.runtime.errors import ConfigError
@@ -90,3 +94,49 @@ def build_data(
     if data_config.SAMPLER != "shuffle":
         training_targets(data, f"DATA.SAMPLER {data_config.SAMPLER}")
     return data
+
+
+def check_sides(data: DataConfig, train: TrainConfig) -> None:
+    """Raise `ConfigError` for an IMG_SIZE_SCHEDULE that does not fit IMG_SIZE or the epochs of the run."""
+    if not data.IMG_SIZE_SCHEDULE:
+        return
+    epoch, side = data.IMG_SIZE_SCHEDULE[-1]
+    problems = []
+    if as_size(data.IMG_SIZE, (side, side)) != (side, side):
+        problems.append(
+            f"DATA.IMG_SIZE: {data.IMG_SIZE} is not the last side of DATA.IMG_SIZE_SCHEDULE, {side}; "
+            "leave it out"
+        )
+    if train.MAX_STEPS is not None:
+        problems.append(
+            f"TRAIN.MAX_STEPS: {train.MAX_STEPS}, but DATA.IMG_SIZE_SCHEDULE counts epochs; set "
+            "TRAIN.EPOCHS instead"
+        )
+    elif epoch > train.EPOCHS:
+        problems.append(
+            f"DATA.IMG_SIZE_SCHEDULE: the last side comes in epoch {epoch}, after the last of "
+            f"TRAIN.EPOCHS {train.EPOCHS}; lower it or train for more epochs"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def resized_data(data: DataBundle, config: DataConfig) -> tuple[Resized, ...]:
+    """The training data at each side of DATA.IMG_SIZE_SCHEDULE.
+
+    Raises:
+        ConfigError: the dataset gives no images.
+    """
+    if config.IMG_SIZE_SCHEDULE and data.preprocessing is None:
+        raise ConfigError(
+            f"DATA.IMG_SIZE_SCHEDULE: {data.source} gives tensors, which pass as they are; let it "
+            "give Pillow images, or leave the key out"
+        )
+    resized = []
+    for epoch, side in config.IMG_SIZE_SCHEDULE:
+        dataset, look = copy.copy(data.train), data.preprocessing
+        assert look is not None
+        transform, _ = build_transforms(config.AUGMENT, (side, side), look.channels, look.decoding)
+        dataset.transform = transform  # type: ignore[attr-defined]
+        resized.append(Resized(epoch - 1, side, dataset))
+    return tuple(resized)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import re
 import signal
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -26,6 +27,7 @@ from linnaeus.data.batch import Batch, CopiedAhead
 from linnaeus.data.bundle import (
     Collate,
     DataBundle,
+    Resized,
     dataset_length,
     training_targets,
 )
@@ -67,7 +69,8 @@ class SeededBatches(Dataset[Any]):
     """Reads and collates whole batches, with the global generators seeded for each sample.
 
     Collating draws on from the generators' state after the last sample, and so do the choices for the device.
-    Batches are mixed in the first `mixed_epochs` epochs.
+    Batches are mixed in the first `mixed_epochs` epochs. Where training images change their
+    size, `resized` holds the dataset from each epoch on, so that workers need not start anew.
 
     Seeding takes longer than a small sample in memory. The training process therefore does without it while
     no sample draws a number. The first batch that draws one is read again, and all later ones are seeded.
@@ -78,6 +81,7 @@ class SeededBatches(Dataset[Any]):
     seed: int
     on_device: DeviceTransform | None = None
     mixed_epochs: int = 0
+    resized: Sequence[Resized] = ()
     _draws: bool = field(default=False, init=False)
     """Whether a sample has drawn a number."""
 
@@ -97,7 +101,8 @@ class SeededBatches(Dataset[Any]):
         """The batch of these samples, in the training process, which uses the global generators too."""
         with self._generators as generators:
             if not self._draws:
-                batch = self._collated([self.dataset[key[1]] for key in keys], keys)
+                dataset = self._dataset(keys)
+                batch = self._collated([dataset[key[1]] for key in keys], keys)
                 if generators.are_untouched():
                     return batch
                 self._draws = True
@@ -108,11 +113,20 @@ class SeededBatches(Dataset[Any]):
         return LentGenerators()
 
     def _read_seeded(self, keys: list[SampleKey]) -> Batch:
-        samples = []
+        samples, dataset = [], self._dataset(keys)
         for key in keys:
             seed_generators(derive_seed(self.seed, *key))
-            samples.append(self.dataset[key[1]])
+            samples.append(dataset[key[1]])
         return self._collated(samples, keys)
+
+    def resized_in(self, epoch: int) -> Resized | None:
+        """The training data of an epoch, from 0; None where they do not change."""
+        number = bisect.bisect_right(self.resized, epoch, key=lambda each: each.start)
+        return self.resized[number - 1] if number else None
+
+    def _dataset(self, keys: list[SampleKey]) -> Dataset[Any]:
+        resized = self.resized_in(keys[0][0])
+        return self.dataset if resized is None else resized.dataset
 
     def _collated(self, samples: list[Any], keys: list[SampleKey]) -> Batch:
         batch = self.collate(samples)
@@ -179,6 +193,12 @@ class BatchLoader:
         )
         # At the latest when the interpreter ends: it then sends SIGTERM to the worker processes, and waits.
         weakref.finalize(self, self._closing.set)
+
+    @property
+    def side(self) -> int | None:
+        """Side of the images in the epoch chosen; None without DATA.IMG_SIZE_SCHEDULE."""
+        resized = self._dataset.resized_in(self._batches.sampler.epoch)
+        return None if resized is None else resized.side
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
         """Choose epoch and starting point of the next iteration; see `EpochSampler.set_epoch`."""
@@ -287,7 +307,9 @@ def build_loaders(
     else:
         targets = training_targets(bundle, f"DATA.SAMPLER {config.SAMPLER}")
         sampler = ClassSampler(targets, power=0.5 if config.SAMPLER == "sqrt" else 0.0, **order)
-    dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.on_device, mixed_epochs)
+    dataset = SeededBatches(
+        bundle.train, bundle.collate, seed, bundle.on_device, mixed_epochs, bundle.resized
+    )
     train = BatchLoader(dataset, PlannedBatches(sampler, sizes), config, world, seed)
     held_out = (
         build_val_loader(

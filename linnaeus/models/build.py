@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import timm
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # no public class is the base of all
 
+from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
@@ -30,10 +31,13 @@ from linnaeus.models.weights import (
     missing_tensors,
     read_weights,
 )
-from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError, first_line
 
 _OTHER_KEYS = {"pretrained": "MODEL.PRETRAINED", "checkpoint_path": "MODEL.WEIGHTS"}
 """Arguments of `timm.create_model` that have a key of their own."""
+
+_ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
+"""Arguments of timm's models with a fixed size that make them take others."""
 
 
 def build_model(
@@ -43,6 +47,7 @@ def build_model(
     in_chans: int | None,
     img_size: tuple[int, int] | None,
     load_weights: bool = True,
+    sides: Sequence[int] = (),
 ) -> tuple[nn.Module, str]:
     """Build the network on the CPU, and say in one line which weights it has.
 
@@ -53,6 +58,8 @@ def build_model(
         in_chans, img_size: channels, height and width of the images; None where inputs are not images.
         load_weights: whether to load the weights that the node names; without, they are random, and nothing
             is read or downloaded for them.
+        sides: of DATA.IMG_SIZE_SCHEDULE. A model of timm with a fixed size becomes one that takes several,
+            with the same parameters.
 
     Raises:
         ConfigError: an unknown model, weights that do not load, or images that the model cannot take.
@@ -80,7 +87,9 @@ def build_model(
             "MODEL: a timm model needs images of one size; let the dataset give Pillow images, or tensors "
             f"[channels, height, width] that have one shape, {own_model}"
         )
-    backbone, source, saved = _backbone(node, in_chans, img_size, load_weights)
+    backbone, source, saved = _backbone(
+        node, in_chans, img_size, load_weights, is_resized=bool(sides)
+    )
     add_adapters(backbone, node.LORA)
     num_features = _probe(node.NAME, backbone, in_chans, img_size)
     num_classes = list(taxonomy.num_classes.values())
@@ -145,7 +154,12 @@ def _known_parents(taxonomy: Taxonomy) -> tuple[tuple[int, ...], ...]:
 
 
 def _backbone(
-    node: ModelConfig, in_chans: int, img_size: tuple[int, int], load_weights: bool
+    node: ModelConfig,
+    in_chans: int,
+    img_size: tuple[int, int],
+    load_weights: bool,
+    *,
+    is_resized: bool = False,
 ) -> tuple[nn.Module, Source, SavedWeights | None]:
     """The backbone, where timm has it from, and what was read from a file; None where nothing was."""
     for argument in _OTHER_KEYS.keys() & node.KWARGS.keys():
@@ -175,6 +189,12 @@ def _backbone(
                 source.name, num_classes=0, in_chans=in_chans, **arguments, **more
             )
 
+    if is_resized and "img_size" in arguments:
+        for name, value in _ANY_SIZE.items():
+            with suppress(TypeError):  # the model has no such argument
+                create(**{name: value})
+                arguments[name] = value
+                break
     try:
         backbone = create()
     except Exception as error:
@@ -224,6 +244,22 @@ def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, i
     finally:
         backbone.train()
     return int(features.shape[-1])
+
+
+def check_takes_sides(model: nn.Module, name: str, in_chans: int, sides: Iterable[int]) -> None:
+    """Raise `ConfigError` for a side of DATA.IMG_SIZE_SCHEDULE whose images the model does not take."""
+    model.eval()
+    for side in sides:
+        try:
+            with torch.no_grad(), preserved_generators():
+                model(torch.zeros(1, in_chans, side, side))
+        except Exception as error:
+            raise ConfigError(
+                f"DATA.IMG_SIZE_SCHEDULE: {name} cannot take images of side {side}: "
+                f"{first_line(error)}. Choose multiples of its patch or stride, or a MODEL.NAME "
+                "that takes several sizes: a convolutional network, or a ViT or Swin of timm"
+            ) from error
+    model.train()
 
 
 def batchnorm_kind(model: nn.Module) -> str:

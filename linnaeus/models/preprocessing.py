@@ -35,6 +35,8 @@ def with_preprocessing(
     Returns:
         The DATA node, and a line for the log on the preprocessing of the weights; None if it is not known.
     """
+    if data.IMG_SIZE is None and data.IMG_SIZE_SCHEDULE:
+        data = replace(data, IMG_SIZE=data.IMG_SIZE_SCHEDULE[-1][-1])
     is_users = isinstance(data.DATASET, Mapping)
     is_grey = not is_users and data.DATASET.NAME in ("digits", "fashion_mnist")
     if saved is None:

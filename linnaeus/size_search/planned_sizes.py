@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, get_args
 
 from rich.console import Console
@@ -19,7 +20,7 @@ from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.words import counted
 from linnaeus.size_search.report import summary
-from linnaeus.size_search.searches import SizeSearch, find_sizes
+from linnaeus.size_search.searches import SizeSearch, find_size, find_sizes
 from linnaeus.training.build import Assembly, plan_facts
 from linnaeus.training.out_of_memory import SizeOrigin
 from linnaeus.training.report import report_plan
@@ -35,11 +36,13 @@ class PlannedSizes:
         found: AutoBatch's result for each mode that it is enabled for.
         micro_batch_limit: most samples of a micro-batch, where an earlier attempt ran out of memory with
             more; else None. The plan observes it.
+        sides: AutoBatch's result for each side of DATA.IMG_SIZE_SCHEDULE.
     """
 
     found: dict[str, AutoBatchResult]
     plan: BatchPlan
     micro_batch_limit: int | None = None
+    sides: dict[int, AutoBatchResult] = field(default_factory=dict)
 
     def origins(self, data: DataConfig) -> dict[str, SizeOrigin]:
         """Where the batch sizes of training and validation come from; `data` holds those in use."""
@@ -47,6 +50,9 @@ class PlannedSizes:
 
     def report(self, config: Config) -> None:
         """Log the sizes found, and the plan."""
+        if self.sides:
+            sizes = (f"{found.batch_size} at {side}" for side, found in self.sides.items())
+            logger.info("AutoBatch train: batch size by side of the images: %s", ", ".join(sizes))
         for found in self.found.values():
             logger.info(summary(found))
         report_plan(self.plan, config.TRAIN, config.OPTIMIZER)
@@ -61,6 +67,7 @@ class PlannedSizes:
         found = {mode: result.as_dict() for mode, result in self.found.items()}
         return {
             "autobatch": found,
+            "sides": {side: result.as_dict() for side, result in self.sides.items()},
             "plan": self.plan.as_dict(),
             "num_samples": self.plan.num_samples,
             "micro_batch_limit": self.micro_batch_limit,
@@ -170,6 +177,8 @@ def find_planned_sizes(
         found = find_sizes(search, sizes)
         if "train" in found:
             found["train"], plan = _confirmed(search, found["train"], plan_for)
+            sides, plan = _with_sides(search, found["train"], plan, content.get("sides", {}))
+            return PlannedSizes(found, plan, sides=sides)
         else:
             plan = plan_for(batch_size)
         return PlannedSizes(found, plan)
@@ -183,6 +192,38 @@ def find_planned_sizes(
             earlier["train"],
         )
     return PlannedSizes(found, plan_for(batch_size).with_max_micro_batch(limit), limit)
+
+
+def _with_sides(
+    search: SizeSearch, result: AutoBatchResult, plan: BatchPlan, earlier: Mapping[int, Any]
+) -> tuple[dict[int, AutoBatchResult], BatchPlan]:
+    """Find the micro-batch size of each further side, within the effective batch, for its epochs.
+
+    Args:
+        search, result: of the last side.
+        plan: with the micro-batch size of the last side.
+        earlier: entry of each side in the checkpoint of the run being resumed.
+    """
+    sides, epochs = dict[int, AutoBatchResult](), list(plan.epochs)
+    most = max(stage.samples_per_rank for stage in plan.stages)
+    for resized, following in pairwise(search.data.resized):
+        data = dataclasses.replace(search.data, train=resized.dataset)
+        at_side = dataclasses.replace(
+            search, data=data, max_samples_per_rank=most, wanted=None, _progress={}
+        )
+        own = slice(resized.start, following.start)
+
+        def plan_for(size: int, own: slice = own) -> BatchPlan:
+            stages = ([each.with_micro_batch(size) for each in epoch] for epoch in plan.epochs[own])
+            return dataclasses.replace(plan, epochs=tuple(map(tuple, stages)))
+
+        logger.info("AutoBatch train: images of side %d", resized.side)
+        found = find_size(at_side, "train", earlier.get(resized.side, {}).get("batch_size"))
+        sides[resized.side], part = _confirmed(at_side, found, plan_for)
+        epochs[own] = part.epochs
+    if sides:
+        sides[search.data.resized[-1].side] = result
+    return sides, dataclasses.replace(plan, epochs=tuple(epochs))
 
 
 def _confirmed(

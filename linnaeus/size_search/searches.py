@@ -268,52 +268,50 @@ def find_sizes(
         trained_at = None
         if mode == "val":
             trained_at = found["train"].batch_size if "train" in found else search.config.BATCH_SIZE
-        size, most = (earlier or {}).get(mode), _setting(config, "MAX_BATCH_SIZE", mode)
-        with search.on_ranks(mode, trained_at) as search_all:
-            result = search_all(size=None if size is None else min(size, most or size))
-            if search.is_sharded:
-                status = RankStatus(control=search.world.control)
-                make_finder = partial(
-                    search.finder, mode, status, trained_at=trained_at, alone=False
-                )
-                result = confirm_jointly(
-                    result,
-                    make_finder,
-                    search_all,
-                    status,
-                    search.settings(mode),
-                    agree=mode == "train" and search.wanted is not None,
-                )
-        if mode == "train" and result.limited_by in (
-            "memory",
-            "max_trials",
-            "timeout",
-            "throughput",
-        ):
-            is_fast = result.limited_by == "throughput"  # then larger ones may fit
-            sizes_run = (
-                trial.size for trial in result.trials if is_fast and trial.status == "fits"
-            )
-            if (largest := max([result.batch_size, *sizes_run])) < (search.wanted or 0):
-                raise TooSmallError(
-                    f"largest {largest} within {result.budget_bytes / GIB:.2f} GiB", largest
-                )
-        if size is not None:
-            is_kept = result.batch_size == size
-            limited_by = "checkpoint" if is_kept else result.limited_by
-            result = dataclasses.replace(result, limited_by=limited_by, max_batch_size=most)
-            if not is_kept:
-                logger.info(
-                    "AutoBatch %s: the checkpoint's batch size %d is not kept, resuming with %d (limited by "
-                    "%s)",
-                    mode,
-                    size,
-                    result.batch_size,
-                    limited_by,
-                )
-        found[mode] = result
+        found[mode] = find_size(search, mode, (earlier or {}).get(mode), trained_at)
     search.assembly.metrics.reset()
     return found
+
+
+def find_size(
+    search: SizeSearch, mode: Mode, size: int | None, trained_at: int | None = None
+) -> AutoBatchResult:
+    """Search one mode; see `find_sizes`. `trained_at` is the training size, for validation."""
+    most = _setting(search.config.AUTOBATCH, "MAX_BATCH_SIZE", mode)
+    with search.on_ranks(mode, trained_at) as search_all:
+        result = search_all(size=None if size is None else min(size, most or size))
+        if search.is_sharded:
+            status = RankStatus(control=search.world.control)
+            make_finder = partial(search.finder, mode, status, trained_at=trained_at, alone=False)
+            result = confirm_jointly(
+                result,
+                make_finder,
+                search_all,
+                status,
+                search.settings(mode),
+                agree=mode == "train" and search.wanted is not None,
+            )
+    if mode == "train" and result.limited_by in ("memory", "max_trials", "timeout", "throughput"):
+        is_fast = result.limited_by == "throughput"  # then larger ones may fit
+        sizes_run = (trial.size for trial in result.trials if is_fast and trial.status == "fits")
+        if (largest := max([result.batch_size, *sizes_run])) < (search.wanted or 0):
+            raise TooSmallError(
+                f"largest {largest} within {result.budget_bytes / GIB:.2f} GiB", largest
+            )
+    if size is not None:
+        is_kept = result.batch_size == size
+        limited_by = "checkpoint" if is_kept else result.limited_by
+        result = dataclasses.replace(result, limited_by=limited_by, max_batch_size=most)
+        if not is_kept:
+            logger.info(
+                "AutoBatch %s: the checkpoint's batch size %d is not kept, resuming with %d (limited by "
+                "%s)",
+                mode,
+                size,
+                result.batch_size,
+                limited_by,
+            )
+    return result
 
 
 @contextmanager

@@ -20,7 +20,12 @@ from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import DistConfig, TrainConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.taxonomy import UNKNOWN
-from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
+from linnaeus.models.build import (
+    batchnorm_kind,
+    build_model,
+    check_takes_sides,
+    set_gradient_checkpointing,
+)
 from linnaeus.models.freeze import Freezing, build_freezing
 from linnaeus.models.lora import check_lora
 from linnaeus.models.timm_source import find_source
@@ -149,6 +154,7 @@ def assemble(
         ConfigError: a node that cannot be built.
     """
     device, taxonomy = world.device, data.taxonomy
+    sides = [each.side for each in data.resized]
     shards = sharding if sharding is not None and shards_model(sharding, world) else None
     model, weights = build_model(
         model_node,
@@ -156,7 +162,11 @@ def assemble(
         in_chans=data.in_chans,
         img_size=data.img_size,
         load_weights=load_weights,
+        sides=sides,
     )
+    if sides:
+        name = model_node["_target_"] if is_target(model_node) else model_node.NAME
+        check_takes_sides(model, name, data.in_chans or 1, sides)
     check_loss_takes_outputs(loss_node, model)
     freezing = build_freezing(model_node, model, config.UNFREEZE_EPOCH)
     freezing.freeze()

@@ -124,7 +124,8 @@ def build_distillation(
         convert = Normalise(((mean - own_mean) / own_std).tolist(), (std / own_std).tolist())
     found = Distillation(teacher, taxonomy, loss_node, convert)
     try:
-        found.soft_targets(torch.zeros(1, data.in_chans, *data.img_size))
+        for size in (data.img_size, *((each.side, each.side) for each in data.resized)):
+            found.soft_targets(torch.zeros(1, data.in_chans, *size))
     except Exception as error:  # of any model
         raise ConfigError(
             f"{problem} cannot take the images of this run: {first_line(error)}"

@@ -137,6 +137,8 @@ class RunRecording(Recording):
             self._tracker.summarise({f"autobatch/{mode}_batch_size": result["batch_size"]})
         if results:
             content = {mode: results.get(mode) for mode in get_args(Mode)}
+            if sides := self.extras["sides"]:
+                content["sides"] = sides
             content["environment"] = self.extras["environment"]
             write_text_atomically(
                 self.folder.path / AUTOBATCH, json.dumps(content, indent=2) + "\n"

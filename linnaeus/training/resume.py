@@ -111,6 +111,7 @@ def resumed_nodes(config: Config) -> dict[str, Any]:
             "AUGMENT",
             "SAMPLER",
             "IMG_SIZE",
+            "IMG_SIZE_SCHEDULE",
             "DECODE",
             "BACKGROUND",
             "BIT_DEPTH",

@@ -12,7 +12,7 @@ from typing import Any
 
 from linnaeus.config.schema import Config, DataConfig
 from linnaeus.data.bundle import DataBundle
-from linnaeus.data.datasets import build_data
+from linnaeus.data.datasets import build_data, check_sides, resized_data
 from linnaeus.data.loader import build_loaders, with_num_workers
 from linnaeus.data.mixing import mixed_epochs
 from linnaeus.models.preprocessing import with_preprocessing
@@ -64,6 +64,7 @@ def check_start(config: Config, world: World) -> dict[str, Any]:
     """
     world.check_equal(configuration_facts(dataclasses.asdict(config)))
     check_before_data(config.MODEL, config.OPTIMIZER, config.TRAIN, config.DIST, world)
+    check_sides(config.DATA, config.TRAIN)
     world.on_main(partial(check_loggers, config.EXPERIMENT.LOGGERS))
     mixed_epochs(
         config.DATA.AUGMENT, config.TRAIN.most_epochs
@@ -166,6 +167,7 @@ def build_setup(config: Config, world: World, checkpoint: Checkpoint | None) -> 
     seed_all(seed)
     world.update("building data and model")
     data = build_data(with_overfit_limit(config, world), seed=seed, on_main=world.on_main)
+    data.resized = resized_data(data, config.DATA)
     if train.OVERFIT_BATCHES is not None:
         transform = data.val.transform  # type: ignore[attr-defined]
         data.val = copy.copy(data.train)

@@ -134,7 +134,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._num_images = 0
-        self._line_speed, self._epoch_speed = Speed(), Speed()
+        self._line_speed, self._epoch_speed, self._side_speed = Speed(), Speed(), Speed()
+        self._side: int | None = None
         self._advises_loader = True
         self._seconds = self._waited_s = 0.0
         self._clock = time.monotonic()
@@ -219,6 +220,7 @@ class Trainer:
                         self.train_epoch()
                         if not self.stop.stop_signal:
                             self._end_epoch()
+                    self._report_side()
                     self.recording.open()
                     if self.stop.stop_signal:
                         self._save()
@@ -397,6 +399,11 @@ class Trainer:
         self.assembly.criterion.train()
         self._clock = time.monotonic()
         batches, stages = self._rest_of_epoch()
+        if (side := self.loaders.train.side) != self._side:
+            self._report_side()
+            logger.info("epoch %d: training images of %d x %d pixels", epoch + 1, side, side)
+            empty_cache(self.world.device)  # AutoBatch measured each side without another's blocks
+            self._side = side
         done = round(self.plan.position(epoch, samples) - self.plan.position(epoch, 0))
         left = sum(stage.num_steps for stage in self.plan.rest_of_epoch(epoch, samples))
         self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", done + left)
@@ -431,6 +438,12 @@ class Trainer:
         self._clock = time.monotonic()
         self._meter.add(loss)
         self.progress_bar.advance(1)
+
+    def _report_side(self) -> None:
+        """Log the speed of training with the present side of DATA.IMG_SIZE_SCHEDULE."""
+        if self._side is not None:
+            speed = self._side_speed.read(self._seconds, self._waited_s, self._num_images)
+            logger.info("side %d: %.4g samples per second", self._side, speed["samples_per_s"])
 
     def _unfreeze(self) -> None:
         """Unfreeze all parameters and rebuild DistributedDataParallel, which ignores them else."""
@@ -506,6 +519,8 @@ class Trainer:
         values = {"loss": self._meter.drain(), "lr": lr}
         if self.plan.changes:
             values["effective_batch"] = stage.effective_batch_size
+        if self._side is not None:
+            values["img_size"] = self._side
         self.progress_bar.describe(values)
         if (norm := self.train_step.grad_norm) is not None:
             values["grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,21 +15,26 @@ from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
+from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.cli.analyze.options import CONFIGURED, VARIANTS, AnalyzeOptions
 from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config
-from linnaeus.data.bundle import DataBundle
+from linnaeus.data.batch import Batch, BatchSpec
+from linnaeus.data.bundle import DataBundle, Resized
 from linnaeus.data.datasets import build_data
+from linnaeus.models.build import check_takes_sides
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import AutoBatchError, ConfigError, LinnaeusError
 from linnaeus.runtime.words import counted
 from linnaeus.size_search.keys import in_keys
-from linnaeus.size_search.report import device_environment
+from linnaeus.size_search.report import SearchProgress, device_environment
 from linnaeus.size_search.searches import SizeSearch
 from linnaeus.training.build import assemble
 
 logger = logging.getLogger("linnaeus.analysis")
+_STEP = 32
+"""Sides that `--axis img_size` tries are multiples of this, or of the model's patch."""
 FURTHER_TOLERANCE = 0.05
 """Of the search of each fraction but the first: many fractions are to cost little more than one."""
 
@@ -67,11 +72,55 @@ class Setup:
         )
 
 
+@dataclass(frozen=True)
+class SideSearch(SizeSearch):
+    """Searches for the largest side of images in batches of one size: its sizes are sides in pixels."""
+
+    batch_size: int = 64
+    step: int = _STEP
+
+    def settings(self, mode: Mode) -> SearchSettings:
+        """Sides are multiples of the model's stride or patch, and memory alone bounds them."""
+        settings, step = super().settings(mode), self.step
+        return replace(settings, multiple_of=step, min_batch_size=step, max_batch_size=None)
+
+    def batches(self, spec: BatchSpec, size: int, num_batches: int = 1) -> Iterator[Batch]:
+        """Batches of images of this side."""
+        for batch in super().batches(spec, self.batch_size, num_batches):
+            pixel = batch.inputs[..., :1, :1]
+            yield batch._replace(inputs=pixel.expand(*pixel.shape[:2], size, size).contiguous())
+
+    def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
+        return {}
+
+    def _observer(self, mode: Mode, status: RankStatus) -> SearchProgress:
+        observer = super()._observer(mode, status)
+        observer.unit = "pixels"
+        return observer
+
+
+def side_search(setup: Setup, batch_size: int) -> SideSearch:
+    """The search of `--axis img_size`; `ConfigError` if data or model have no size that can change."""
+    data = setup.data
+    if data.in_chans is None or data.preprocessing is None:
+        raise ConfigError("--axis: img_size needs images, but the dataset gives tensors")
+    resized = (Resized(0, data.preprocessing.size[0], data.train),)
+    search = replace(setup, data=replace(data, resized=resized)).search()
+    backbone: Any = getattr(search.assembly.model, "backbone", search.assembly.model)
+    patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", (1,))[0]
+    step = _STEP if _STEP % patch == 0 else patch
+    check_takes_sides(search.assembly.model, "the model", data.in_chans, (step, 2 * step))
+    return SideSearch(**vars(search), batch_size=batch_size, step=step)
+
+
 def measure_sizes(setup: Setup, options: AnalyzeOptions, analysis: Analysis) -> None:
     """Search and time every variant, mode and fraction; a variant that cannot run has the reason."""
     for name in (CONFIGURED, *options.variants):
         try:
-            search = with_variant(setup, name).search()
+            if options.axis:
+                search: SizeSearch = side_search(setup, options.batch_size)
+            else:
+                search = with_variant(setup, name).search()
             if name == CONFIGURED:
                 analysis.environment = environment_of(setup, search)
                 logger.info("measured: %s", sentence(analysis.environment))
@@ -149,7 +198,11 @@ def _measure_mode(
             for row in rows:
                 if row.batch_size is not None:
                     # Not finite, or 0: something else takes its memory now.
-                    row.samples_per_s = time(row.batch_size).samples_per_s or None
+                    timing = time(row.batch_size)
+                    row.samples_per_s = timing.samples_per_s or None
+                    if options.axis:
+                        row.img_size, row.batch_size = row.batch_size, options.batch_size
+                        row.samples_per_s = row.batch_size / timing.seconds_per_step
             analysis.compare_speeds()
     except AutoBatchError as error:  # the bounds leave no size to try
         analysis.rows += [replace(row, reason=str(error)) for row in rows]

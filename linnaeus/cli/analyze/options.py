@@ -55,6 +55,7 @@ examples:
   linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-40gb,rtx-4090,h100-80gb
   linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-80gb --world-size 1,8,64 --sharding full
   linnaeus analyze --cfg my_exp.yaml --predict --gpu rtx-4090 --require 64
+  linnaeus analyze --cfg my_exp.yaml --axis img_size --batch-size 64
   linnaeus analyze --cfg my_exp.yaml --lr --plot rates.png
   linnaeus analyze model=vit_small DATA.DATASET.NAME=synthetic DATA.AUTOBATCH.MEMORY_LIMIT_GB=16
 
@@ -159,6 +160,19 @@ class AnalyzeOptions(Options):
         read_count,
         not_with=_SIZES,
     )
+    axis: str | None = option(
+        "find the largest side of the images for --batch-size, in place of the batch size",
+        "img_size",
+        partial(read_choice, ("img_size",)),
+        choices=("img_size",),
+        not_with={
+            **_SIZES,
+            "--predict": "runs nothing",
+            "--require": "is for the batch size",
+            "--variants": "change the batch size",
+        },
+    )
+    batch_size: int = option("images of a batch; default 64", "N", read_count, 64, needs="--axis")
     lr: bool = option(
         "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one"
     )

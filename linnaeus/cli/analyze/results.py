@@ -36,6 +36,7 @@ class Row:
         reason: why there is no size.
         device: GPU that the row is predicted for, or its memory, such as `24 GiB`; empty if measured.
         size_without_margin: the maximum batch size predicted without the margin.
+        img_size: the largest side of the images for this batch size; None where the batch size was searched.
     """
 
     mode: Mode
@@ -52,6 +53,7 @@ class Row:
     reason: str | None = None
     device: str = ""
     size_without_margin: int | None = None
+    img_size: int | None = None
 
     @property
     def memory(self) -> str:
@@ -63,6 +65,8 @@ class Row:
         """The batch size for people; with its upper bound if predicted."""
         if self.batch_size is None:
             return "none"
+        if self.img_size is not None:
+            return f"{self.img_size} pixels"
         bounds = dict.fromkeys((self.batch_size, self.size_without_margin or self.batch_size))
         return " to ".join(map(str, bounds))
 
@@ -147,7 +151,9 @@ class Analysis:
         headings = [name for name in columns if any(line.get(name) for line in lines.values())]
         cells = [[line.get(name, "") for name in headings] for line in lines.values()]
         how = f", predicted with and without {MARGIN - 1:.0%} margin" if rows[0].device else ""
-        title = f"Maximum batch size{how}; the last columns are at {fractions[-1]}"
+        sides = [row.batch_size for row in rows if row.img_size is not None]
+        what = f"Largest side of {sides[0]} images" if sides else "Maximum batch size"
+        title = f"{what}{how}; the last columns are at {fractions[-1]}"
         console.print(table(title, headings, cells, left=_TEXTS))
         if any(row.batch_size is not None for row in rows):  # else it is the command's error
             for reason in self.reasons:

@@ -8,6 +8,7 @@ import torch
 
 from tests.helpers.ledger import held_bytes
 from tests.helpers.predictions import MEASURED, MIB, NARROW, SVG, content_of
+from tests.helpers.runs import SMALL
 
 
 def limit(room_mib):
@@ -143,3 +144,25 @@ def test_ctrl_c_keeps_what_has_been_measured(run, tmp_path):
     assert [trial["batch_size"] for trial in row["trials"]] == [16]
     assert row["batch_size"] is None
     assert (tmp_path / "a.svg").exists()
+
+
+@pytest.mark.usefixtures("few_timed_steps")
+@pytest.mark.parametrize(("batch_size", "side"), [(8, 32), (2, 64)])
+def test_the_largest_side_of_a_batch(run, tmp_path, batch_size, side):
+    """The model's memory follows the pixels of a batch: a fourth of the images have twice the side."""
+    outcome = run(
+        "analyze",
+        *SMALL,
+        "~MODEL",
+        "MODEL._target_=tests.training.test_img_size_schedule.Pixels",
+        *("--axis", "img_size", "--batch-size", str(batch_size), "--modes", "train"),
+        *("--fractions", "0.9"),
+    )
+    (row,) = content_of(outcome, tmp_path / "batch_sizes.json")["results"]
+    assert (row["batch_size"], row["img_size"], row["limited_by"]) == (batch_size, side, "memory")
+    assert row["samples_per_s"] > 0
+
+
+def test_a_model_of_one_size_has_no_largest_side(run):
+    outcome = run("analyze", *SMALL, "MODEL.NAME=mixer_s16_224", "--axis", "img_size")
+    assert outcome.code == 2
