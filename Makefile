@@ -19,7 +19,7 @@ INSTALL = @echo "Installing Linnaeus with PyTorch into $(VENV): takes minutes, o
 
 .DEFAULT_GOAL := help
 .PHONY: growth help train test test-e2e test-slow test-all test-gpu test-integrations test-floor test-newest \
-  test-mutants coverage nightly messages lint typecheck docs clean
+  test-wheel test-mutants coverage nightly messages lint typecheck docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,7 +62,17 @@ test-newest: ## run the quick tests with the newest Python, where it is installe
 	@if $(NEWEST_PYTHON) --version > /dev/null 2>&1; then $(MAKE) test PYTHON=$(NEWEST_PYTHON); \
 	  else echo "make test-newest runs no tests: $(NEWEST_PYTHON) is not installed. Use make NEWEST_PYTHON=..."; fi
 
-nightly: test-slow test-floor test-newest test-mutants coverage docs growth ## run what takes hours
+test-wheel: ## install a wheel into an empty environment: search with the library alone, then train
+	rm -rf build
+	$(PYTHON) -m venv build/env
+	build/env/bin/python -m pip wheel --no-deps --wheel-dir build/wheel .
+	build/env/bin/python -m pip install build/wheel/*.whl
+	cp examples/gpt.py build && cd build && env/bin/python gpt.py
+	build/env/bin/python -m pip install "$$(echo build/wheel/*.whl)[train]"
+	cd build && env/bin/linnaeus train --cfg ../configs/digits.yaml TRAIN.EPOCHS=1
+	rm -rf build
+
+nightly: test-slow test-floor test-newest test-wheel test-mutants coverage docs growth ## run what takes hours
 
 growth: $(VENV)/.installed-dev ## check that time grows linearly with rows, classes and runs
 	$(BIN)/python benchmarks/research/growth.py --check

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from importlib import import_module
 
@@ -117,13 +118,17 @@ def _plain_log():
     close_logging()
 
 
-@pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch, tmp_path_factory):
-    """No terminal tricks, no uploads, one thread in child processes, no files in the user's cache."""
-    monkeypatch.setenv("CI", "true")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+@pytest.fixture(autouse=True, scope="session")
+def _plain_environment(tmp_path_factory):
+    """No terminal tricks, no uploads, one thread in child processes, all files in pytest's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CI", "true")
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ MOST = 1.15
 SIZES = {
     "rows": [10_000, 100_000, 1_000_000],
     "classes": [1_000, 10_000, 50_000],
-    "runs": [10, 100, 500],
+    "runs": [10, 100, 1_000],
 }
 CLASSES_OF_ROWS, ROWS_OF_CLASS = 1000, 4
 LEVELS = ("order", "family", "species")

@@ -207,11 +207,10 @@ def _misfit(name: str, size: int, facts: Facts) -> str | None:
             f"{largest} is the most"
         )
     if size % world_size:
-        lower = size - size % world_size
-        return (
-            f"{name}: {size} does not divide by {world_size} ranks; "
-            f"{lower} or {lower + world_size} would"
-        )
+        lower = size // world_size
+        near = [n for n in (lower, lower + 1) if not _leaves_one_sample(n, facts)]
+        would = " or ".join(str(n * world_size) for n in near or [lower])
+        return f"{name}: {size} does not divide by {world_size} ranks; {would} would"
     return None
 
 
@@ -224,11 +223,16 @@ def micro_batches_held(train: TrainConfig) -> int:
     return 2 if train.ACCUMULATION_STEPS > 1 or _configured_sizes(train) else 1
 
 
+def _leaves_one_sample(samples_per_rank: int, facts: Facts) -> bool:
+    """Whether a micro-batch would hold one sample, where BatchNorm needs more."""
+    split = split_samples(samples_per_rank, facts.max_micro_batch_size)
+    return facts.batchnorm == "local" and split.micro_batch_size == 1
+
+
 def _check_split(name: str, size: int, facts: Facts) -> None:
     """Refuse an effective batch size that leaves micro-batches of one sample, where BatchNorm needs more."""
     samples_per_rank, largest_fit = size // facts.world_size, facts.max_micro_batch_size
-    is_alone = split_samples(samples_per_rank, largest_fit).micro_batch_size == 1
-    if facts.batchnorm == "local" and is_alone:
+    if _leaves_one_sample(samples_per_rank, facts):
         remedy = "TRAIN.SYNC_BATCHNORM True" if facts.world_size > 1 else "a model without it"
         if largest_fit > 1:  # then every even number splits
             remedy = f"{max(samples_per_rank // 2 * 2, 2) * facts.world_size}, or {remedy}"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain, pairwise
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from linnaeus.batch_plan.effective_batch import max_samples_per_rank
@@ -279,6 +279,7 @@ def test_a_plan_within_the_limits_of_each_warning_says_nothing(facts, wishes):
     assert (plan.warnings, plan.notes) == ((), ())
 
 
+@example(size=3, world_size=2, fits=2, batchnorm="local")
 @given(
     size=st.integers(1, 600),
     world_size=st.integers(1, 6),

@@ -26,6 +26,7 @@ import threading
 import traceback
 import warnings
 from contextlib import suppress
+from itertools import pairwise
 from multiprocessing import util
 from pathlib import Path
 from typing import NamedTuple
@@ -248,6 +249,7 @@ def become(request, path):
     for name in set(os.environ) - set(request["env"]):
         del os.environ[name]
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # the imports have asked for the template's
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
     sys.argv[:] = request["argv"]
     if sys.argv[0] == "-u" or os.environ.get("PYTHONUNBUFFERED"):
@@ -280,48 +282,33 @@ def execute():
         runpy.run_path(kind, run_name="__main__")
 
 
-def fork_in_place_of_exec(path):
-    """Let Python processes that a fork starts be forks too: the ranks of torchrun, the runs of a sweep."""
-    execute_child = subprocess.Popen._execute_child
+class ForkingPopen(subprocess.Popen):
+    """Lets Python programs that a fork starts be forks too: the ranks of torchrun, the runs of a sweep."""
 
-    def execute_or_fork(
-        self,
-        args,
-        executable,
-        preexec_fn,
-        close_fds,
-        pass_fds,
-        cwd,
-        env,
-        *more,
-    ):
-        if isinstance(args, str) or args[0] != sys.executable or "-c" in args:
-            execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
-            return
-        pipes, start_new_session = more[3:9], more[14]
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        self._child_created = True
-        if self.pid == 0:
-            for number, descriptor in enumerate((pipes[0], pipes[3], pipes[5])):
-                if descriptor != -1:
-                    os.dup2(descriptor, number)
-            first = 3
-            for kept in sorted(pass_fds):
-                os.closerange(first, kept)
-                first = kept + 1
-            os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+    search_path = None
+    """The interpreter's own search path; None starts new interpreters."""
+
+    def __init__(self, args, **options):
+        if self.search_path is not None and args[0] == sys.executable and "-c" not in args:
             request = {
                 "argv": args[1:],
-                "cwd": cwd or ".",
-                "env": dict(os.environ if env is None else env),
-                "new_session": start_new_session,
+                "cwd": ".",
+                "env": dict(options.get("env") or os.environ),
+                "new_session": False,
             }
-            run_to_the_end(request, path)
-        self._close_pipe_fds(*pipes)
+            kept = [2, *sorted(options.get("pass_fds", ())), os.sysconf("SC_OPEN_MAX")]
+            sys.stdout.flush()
+            sys.stderr.flush()
+            options["preexec_fn"] = lambda: run_in_place_of_exec(request, kept)
+        super().__init__(args, **options)
 
-    subprocess.Popen._execute_child = execute_or_fork
+
+def run_in_place_of_exec(request, kept):
+    """Run a command line in a child that has its streams, folder and session, with few open files."""
+    gc.enable()
+    for before, after in pairwise(kept):
+        os.closerange(before + 1, after)
+    run_to_the_end(request, ForkingPopen.search_path)
 
 
 def run_to_the_end(request, path):
@@ -381,6 +368,7 @@ def main():
     listener = socket.socket(fileno=int(sys.argv[2]))
     own = {str(ROOT), ""}
     path = [folder for folder in sys.path if folder not in own]
+    subprocess.Popen = ForkingPopen
     for name in PRELOADED:
         importlib.import_module(name)
     # torchrun names its methods in a log through `inspect`, which takes seconds with so many modules.
@@ -394,7 +382,7 @@ def main():
     gc.freeze()  # collections in the forks leave these pages alone
     request = serve(listener)
     if request["children_fork"]:
-        fork_in_place_of_exec(path)
+        ForkingPopen.search_path = path
     if not request["finalize"]:
         run_to_the_end(request, path)
     become(request, path)

@@ -7,15 +7,12 @@ Each node says that it has two CPUs and two GPUs, so that job scripts which ask 
 first one has the name of this machine, which is an address too; of the others only SLURM knows the names.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from getpass import getuser
 from pathlib import Path
@@ -82,11 +79,11 @@ class Cluster:
         env: changes to this process's environment, for jobs and for the commands that submit them.
     """
 
-    def __init__(self, folder: Path, num_nodes: int = 1, **env: str) -> None:
+    def __init__(self, folder, num_nodes=1, **env):
         self.folder = folder
         self._host = gethostname().partition(".")[0]
         self._nodes = [self._host, *(f"other{number}" for number in range(1, num_nodes))]
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._daemons = []
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         kept = {
             name: value
@@ -95,7 +92,7 @@ class Cluster:
         }
         self.env = {**kept, **env, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self):
         try:
             self._start()
         except BaseException:
@@ -103,11 +100,11 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         left = self._stop()
         assert not left, f"processes of jobs that have ended: {left}"
 
-    def call(self, *command: str | Path, cwd: Path | None = None) -> str:
+    def call(self, *command, cwd=None):
         """What a command of SLURM prints.
 
         Raises:
@@ -117,7 +114,7 @@ class Cluster:
         assert outcome.code == 0, outcome
         return outcome.out.strip()
 
-    def try_call(self, *command: str | Path, cwd: Path | None = None) -> Outcome:
+    def try_call(self, *command, cwd=None):
         """How a command of SLURM ends."""
         done = subprocess.run(
             [str(word) for word in command],
@@ -130,12 +127,12 @@ class Cluster:
         )
         return Outcome(done.returncode, done.stdout, done.stderr)
 
-    def show(self, job: str) -> dict[str, str]:
+    def show(self, job):
         """What the controller knows of a job, by the names that `scontrol show job` prints."""
         words = self.call("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for(self, job: str, name: str, value: str, timeout_s: float = 90) -> None:
+    def wait_for(self, job, name, value, timeout_s=90):
         """Until `show` gives this value for this name.
 
         Raises:
@@ -143,18 +140,18 @@ class Cluster:
         """
         self._await(lambda: self.show(job)[name] == value, timeout_s, lambda: str(self.show(job)))
 
-    def stop_controller(self) -> None:
+    def stop_controller(self):
         """End the controller; jobs go on."""
         (daemon,) = [one for one in self._daemons if one.args == CONTROLLER]
         daemon.send_signal(signal.SIGTERM)
         daemon.wait(30)
         self._daemons.remove(daemon)
 
-    def start_controller(self) -> None:
+    def start_controller(self):
         """Start the controller, with the state that an earlier one has left."""
         self._launch(*CONTROLLER)
 
-    def _start(self) -> None:
+    def _start(self):
         for name in ("state", "spool"):
             (self.folder / name).mkdir()
         controller_port, *ports = free_ports(1 + len(self._nodes))
@@ -186,7 +183,7 @@ class Cluster:
         up = ["idle"] * len(self._nodes)
         self._await(lambda: self.try_call(*states).out.split() == up)
 
-    def _launch(self, *command: str, log: str = "") -> None:
+    def _launch(self, *command, log=""):
         program = shutil.which(command[0])
         assert program is not None
         with (self.folder / f"{log or command[0]}.txt").open("wb") as file:
@@ -204,10 +201,10 @@ class Cluster:
 
     def _await(
         self,
-        condition: Callable[[], bool],
-        timeout_s: float = 30,
-        shown: Callable[[], str] | None = None,
-    ) -> None:
+        condition,
+        timeout_s=30,
+        shown=None,
+    ):
         """As `wait_until`, but each look asks the controller, and states of SLURM may take minutes."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -216,10 +213,10 @@ class Cluster:
             assert time.monotonic() < deadline, (shown or self._logs)()
             time.sleep(0.2)
 
-    def _logs(self) -> str:
+    def _logs(self):
         return "\n".join(path.read_text() for path in self.folder.glob("*.txt"))
 
-    def _stop(self) -> list[psutil.Process]:
+    def _stop(self):
         """End all jobs, then the daemons; kills and returns what is left of jobs after that."""
         with suppress(AssertionError, OSError, subprocess.TimeoutExpired):
             self.call("scancel", "--user", getuser())
@@ -236,7 +233,7 @@ class Cluster:
                 process.kill()
         return left
 
-    def _processes(self) -> list[psutil.Process]:
+    def _processes(self):
         """Of the jobs: whatever has this cluster in its environment."""
         found = []
         for process in psutil.process_iter():
@@ -268,7 +265,7 @@ ON_SLURM = ("--launcher", "slurm", "--jobs", "2", "--slurm", "cpus-per-task=1", 
 class Shell:
     """A command in a process of its own, as typed on a login node."""
 
-    def __init__(self, slurm: Cluster, folder: Path, *argv: str) -> None:
+    def __init__(self, slurm, folder, *argv):
         self.log = folder / "shell.txt"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -280,12 +277,12 @@ class Shell:
                 stderr=log,
             )
 
-    def end(self, number: signal.Signals | None = None, timeout: float = 600) -> int:
+    def end(self, number=None, timeout=600):
         if number is not None:
             self.process.send_signal(number)
         return self.process.wait(timeout)
 
 
-def queue(slurm: Cluster) -> list[str]:
+def queue(slurm):
     """The jobs that have not ended."""
     return slurm.call("squeue", "--noheader", "--array", "--format=%i").split()

@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,12 +15,12 @@ RESOURCES = ("--launcher", "slurm", "--slurm", "nodes=2", "cpus-per-task=2", "ti
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def slurm(tmp_path_factory):
     with Cluster(tmp_path_factory.mktemp("slurm"), num_nodes=2, **ENV) as running:
         yield running
 
 
-def test_a_sweep_of_runs_over_two_nodes_each(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_sweep_of_runs_over_two_nodes_each(slurm, tmp_path):
     """They take turns; the first is preempted on one of its nodes, and ends like one undisturbed."""
     (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
     sweep = tmp_path / "runs/small"
