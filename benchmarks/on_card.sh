@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Shows what only a GPU can show, in at most 9 minutes, on a machine without a network.
 #
-#   bash benchmarks/on_gpu.sh [FOLDER]                                    on a GPU
-#   SMALL=1 python -m tests.phantom bash benchmarks/on_gpu.sh [FOLDER]    a dry run without one
+#   bash benchmarks/on_card.sh [FOLDER]                                    on a GPU
+#   SMALL=1 python -m tests.phantom bash benchmarks/on_card.sh [FOLDER]    a dry run without one
 #
 # Each part writes NAME.txt into FOLDER (default: benchmarks/results/DEVICE). The table of all parts comes
 # last, and is in summary.txt too. Wheels in .whl/ are installed first, into a temporary folder. The exit code

@@ -1,4 +1,4 @@
-"""The dry run of `benchmarks/on_gpu.sh`, which shows on a real GPU what no phantom can."""
+"""The dry run of `benchmarks/on_card.sh`, which shows on a real GPU what no phantom can."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ PARTS = ["device", "tests", "truth", "finders", "ddp", "bf16", "overhead"]
 def test_all_parts_of_the_script_for_a_gpu_run(tmp_path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "benchmarks/on_gpu.sh", str(tmp_path)],
+        ["bash", "benchmarks/on_card.sh", str(tmp_path)],
         cwd=ROOT,
         env=os.environ | {"SMALL": "1", "PATH": path},
         capture_output=True,
