@@ -1,6 +1,6 @@
 """Train Fashion-MNIST with Linnaeus and with a loop of timm's own functions, and fine-tune both.
 
-    python -m benchmarks.research.beside_timm FOLDER --data FOLDER_OF_THE_IDX_FILES [--device cuda] [--at-once 2]
+    python -m benchmarks.research.beside_timm FOLDER --data IDX_FOLDER [--device cuda] [--at-once 2]
 
 Both train the same network on the same images with timm's RandAugment, Mixup, AdamW, a cosine schedule and an
 exponential average of the weights. The loop has the loader, augmentation, Mixup, average, optimizer and
