@@ -334,11 +334,19 @@ class Trainer:
         """Train until the next validation or the end of the epoch, or less when the user asks to stop."""
         batches, stages = self._start_epoch()
         while stages:
-            stage, lr, epoch = stages.pop(), self.schedule.lr, self.progress.epoch + 1
+            stage, lr, loss = stages.pop(), self.schedule.lr, None
+            sizes, epoch = stage.micro_batches, self.progress.epoch + 1
+            if self.train_step.callbacks:
+                self.train_step.state = self._callback_state(epoch)
             is_logged = (self.progress.step + 1) % self.config.LOG_EVERY == 0 or not stages
             self.train_step.measures_norm = is_logged
-            loss = self._take_step(batches, stage)
+            try:
+                num_samples = sum(sizes) if len(set(sizes)) > 1 else None
+                loss = self.train_step(batches, len(sizes), num_samples)
+            except Exception as error:
+                self._handle_step_error(error, stage)  # may raise, or else the step is taken again
             if loss is None:
+                self._memory.clean()  # what the failed step held
                 batches, stages = self._rest_of_epoch()
                 continue
             self._count_step(stage, loss)
@@ -367,27 +375,25 @@ class Trainer:
         """
         with self._errors_explained(), self.progress_bar:
             batches, stages = self._start_epoch()
-            while (loss := self._take_step(batches, stages.pop())) is None:
-                batches, stages = self._rest_of_epoch()
-            self._meter.add(loss)
-            logger.info("dry run: one optimizer step, loss %.4f", self._meter.mean())
+            self.train_step.state = self._callback_state(self.progress.epoch + 1)
+            while stages:
+                stage = stages.pop()
+                try:
+                    loss = self.train_step(
+                        batches, len(stage.micro_batches), sum(stage.micro_batches)
+                    )
+                except Exception as error:
+                    self._handle_step_error(error, stage)  # may raise, or else it is taken in parts
+                    self._memory.clean()
+                    batches, stages = self._rest_of_epoch()
+                else:
+                    self._meter.add(loss)
+                    logger.info("dry run: one optimizer step, loss %.4f", self._meter.mean())
+                    break
             empty_cache(self.world.device)
             values = self._validation_metrics(list(islice(self.loaders.val, 1)))
         shown = "  ".join(f"{name} {value:.4f}" for name, value in (values or {}).items())
         logger.info("dry run: validated one batch: %s; no files were written", shown)
-
-    def _take_step(self, batches: Iterator[Batch], stage: Stage) -> torch.Tensor | None:
-        """Take an optimizer step and return its loss; None if it is to be taken again in smaller parts."""
-        sizes = stage.micro_batches
-        if self.train_step.callbacks:
-            self.train_step.state = self._callback_state(self.progress.epoch + 1)
-        try:
-            num_samples = sum(sizes) if len(set(sizes)) > 1 else None
-            return self.train_step(batches, len(sizes), num_samples)
-        except Exception as error:
-            self._handle_step_error(error, stage)
-        self._memory.clean()  # what the failed step held
-        return None
 
     def _start_epoch(self) -> tuple[Iterator[Batch], list[Stage]]:
         """Prepare the rest of the current epoch; see `_rest_of_epoch`."""
