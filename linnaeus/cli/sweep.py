@@ -322,13 +322,13 @@ def watch(
 ) -> None:
     """Print a line for each run that begins or ends, until all workers are done.
 
-    Workers started elsewhere are waited for while they train. Where a run was validated without the metric
-    of `--metric`, the workers started here end as after Ctrl-C.
+    Also wait for workers started elsewhere while they train. If a run was validated without the metric of
+    `--metric`, end the workers started here as after Ctrl-C.
 
     Args:
         options: with `--metric`.
-        sweep: whose runs.
-        study: of a search.
+        sweep: the sweep to watch.
+        study: its study, in a search.
         received: signals so far; the first one ends the wait for workers started elsewhere.
         is_alive: returns whether a worker started here is alive.
         pause_s: seconds between two polls.
