@@ -274,7 +274,7 @@ def _comparison(options: SweepOptions, sweep: Sweep, study: Study | None) -> Com
     """The runs of a sweep side by side, as they are now."""
     from linnaeus.cli.runs import Comparison, read_run
 
-    rows = [read_run(run.folder, run.values) for run in sweep.begun(study)]
+    rows = [read_run(run.folder, run.values) for run in sweep.known_runs(study)]
     return Comparison(rows, options.metric or sweep.metric)
 
 
@@ -339,7 +339,7 @@ def watch(
     is_metric_known = options.metric is None
     while True:
         is_over = not is_alive()
-        for run in sweep.begun(study):
+        for run in sweep.known_runs(study):
             state = read_state(run.folder)
             if known.get(run.folder, "not run") != state.status:
                 reason = f": {state.reason}" if state.reason else ""

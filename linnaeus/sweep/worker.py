@@ -188,7 +188,9 @@ class Worker:
             raise LinnaeusError(f"{self._sweep.folder} cannot be written to: {error}") from error
         if self._child.received:
             return 128 + self._child.received[0]
-        states = Counter(read_state(run.folder).status for run in self._sweep.begun(self._study))
+        states = Counter(
+            read_state(run.folder).status for run in self._sweep.known_runs(self._study)
+        )
         print(
             "no run is left to take:",
             ", ".join(f"{number} {name}" for name, number in states.items()),
