@@ -104,7 +104,7 @@ class AutoBatchResult:
 
     @classmethod
     def from_dict(cls, mode: Mode, entry: Mapping[str, Any]) -> AutoBatchResult:
-        """Return the inverse of `as_dict`."""
+        """Read the result of `as_dict`."""
         trials = tuple(
             TrialRecord(trial["batch_size"], trial["status"], trial["peak_bytes"], trial["seconds"])
             for trial in entry["trials"]

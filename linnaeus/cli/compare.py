@@ -141,7 +141,7 @@ def find_runs(names: Sequence[str], problems: list[str], aside: list[Path]) -> l
 
 
 def _runs_in(folder: Path, aside: list[Path]) -> Iterator[Path]:
-    """Return the folder itself if it is a run directory, else the runs below it, by name."""
+    """Yield the folder itself if it is a run directory, else the runs below it, by name."""
     for name, inner, files in os.walk(folder):
         path = Path(name)
         if not RUN_MARKERS.isdisjoint([*inner, *files]):

@@ -274,7 +274,7 @@ def _comparison(options: SweepOptions, sweep: Sweep, study: Study | None) -> Com
     """The runs of a sweep side by side, as they are now."""
     from linnaeus.cli.runs import Comparison, read_run
 
-    rows = [read_run(run.folder, run.values) for run in sweep.begun(study)]
+    rows = [read_run(run.folder, run.values) for run in sweep.known_runs(study)]
     return Comparison(rows, options.metric or sweep.metric)
 
 
@@ -322,13 +322,13 @@ def watch(
 ) -> None:
     """Print a line for each run that begins or ends, until all workers are done.
 
-    Workers started elsewhere are waited for while they train. Where a run was validated without the metric
-    of `--metric`, the workers started here end as after Ctrl-C.
+    Also wait for workers started elsewhere while they train. If a run was validated without the metric of
+    `--metric`, end the workers started here as after Ctrl-C.
 
     Args:
         options: with `--metric`.
-        sweep: whose runs.
-        study: of a search.
+        sweep: the sweep to watch.
+        study: its study, in a search.
         received: signals so far; the first one ends the wait for workers started elsewhere.
         is_alive: returns whether a worker started here is alive.
         pause_s: seconds between two polls.
@@ -339,7 +339,7 @@ def watch(
     is_metric_known = options.metric is None
     while True:
         is_over = not is_alive()
-        for run in sweep.begun(study):
+        for run in sweep.known_runs(study):
             state = read_state(run.folder)
             if known.get(run.folder, "not run") != state.status:
                 reason = f": {state.reason}" if state.reason else ""

@@ -31,7 +31,7 @@ _TIMM = {
 
 
 def missing_references(checked: Checked, *, is_here: bool) -> Iterator[tuple[Path, str]]:
-    """Return each key that names a missing thing, with the predicate of a sentence. Wrong keys are left out.
+    """Yield each key that names a missing thing, with the predicate of a sentence. Wrong keys are left out.
 
     The device must be there if the run `is_here`, on this machine.
     """

@@ -129,14 +129,16 @@ def resized_data(data: DataBundle, config: DataConfig) -> tuple[Resized, ...]:
     """
     if config.IMG_SIZE_SCHEDULE and data.preprocessing is None:
         raise ConfigError(
-            f"DATA.IMG_SIZE_SCHEDULE: {data.source} gives tensors, which pass as they are; let it "
+            f"DATA.IMG_SIZE_SCHEDULE: {data.source} gives tensors, which are not resized; let it "
             "give Pillow images, or leave the key out"
         )
     resized = []
     for epoch, side in config.IMG_SIZE_SCHEDULE:
-        dataset, look = copy.copy(data.train), data.preprocessing
-        assert look is not None
-        transform, _ = build_transforms(config.AUGMENT, (side, side), look.channels, look.decoding)
+        dataset, preprocessing = copy.copy(data.train), data.preprocessing
+        assert preprocessing is not None
+        transform, _ = build_transforms(
+            config.AUGMENT, (side, side), preprocessing.channels, preprocessing.decoding
+        )
         dataset.transform = transform  # type: ignore[attr-defined]
         resized.append(Resized(epoch - 1, side, dataset))
     return tuple(resized)

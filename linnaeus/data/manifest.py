@@ -92,7 +92,7 @@ class Table:
 
     @property
     def others(self) -> list[str]:
-        """Return the columns other than images and groups."""
+        """The columns other than images and groups."""
         return [name for name in self.rows if name != self.group_column]
 
     def find(self, name: str) -> str | None:
@@ -473,7 +473,7 @@ def _columns_of_levels(
 
 
 def _manifest_paths(dataset: DatasetConfig) -> dict[str, Path]:
-    """Return the manifest of each split that there is; that of training may be missing."""
+    """Return the manifest of each existing split; the training manifest may be missing."""
     root = Path(dataset.ROOT or "").expanduser()
     keys = {split: getattr(dataset, split.upper()) for split in SPLITS}
     paths = {split: root / Path(name).expanduser() for split, name in keys.items() if name}
@@ -608,7 +608,7 @@ def _joined(parts: Sequence[pd.Categorical]) -> pd.Categorical:
 
 
 def image_column(path: Path, names: list[str], dataset: DatasetConfig) -> str:
-    """Return the column of image paths: that of the configuration, else the first with a usual name."""
+    """Return the column of image paths: the configured one, else the first with a usual name."""
     usual = [found for name in _IMAGE_COLUMNS if (found := _find(names, name)) is not None]
     name = dataset.IMAGE_COLUMN or (usual or _IMAGE_COLUMNS)[0]
     return _require(path, names, [name], "DATA.DATASET.IMAGE_COLUMN")[0]

@@ -70,7 +70,7 @@ def problem_of(word: str) -> str | None:
 
 
 def _matching(pattern: str, unread: Counter[str]) -> Iterator[str | Unreadable]:
-    """Return the matches of a pattern. A matching folder stands for all files in it."""
+    """Yield the matches of a pattern. A matching folder stands for all files in it."""
     walked: str | None = None
     matches = glob.iglob(pattern, recursive=True)  # noqa: PTH207 (that one sorts nothing either)
     for path in sorted(matches, key=lambda path: path.replace(os.sep, "\0")):

@@ -110,7 +110,7 @@ class Largest:
     Args:
         dataset: samples by index.
         collate: makes a batch of samples.
-        remedy: where the largest batch cannot be known, for the messages.
+        remedy: advice for the messages, where the largest batch cannot be known.
         timeout_minutes: of the search, half of which the look may take.
         device: of the search. On an accelerator, samples of batches stay in host memory; in a search of the
             host's memory, what a loader reads for each batch counts.

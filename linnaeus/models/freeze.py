@@ -91,7 +91,7 @@ class Freezing:
 
 
 def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> Freezing:
-    """Return the parameters for `MODEL.FREEZE` or `MODEL.LORA`, none with a `_target_` node. Freezes none.
+    """Find the parameters that `MODEL.FREEZE` or `MODEL.LORA` freezes, without freezing them yet.
 
     Raises:
         ConfigError: a pattern matches nothing, everything is frozen, or a model of one's own is to be

@@ -200,7 +200,8 @@ def _with_sides(
     """Find the micro-batch size of each further side, within the effective batch, for its epochs.
 
     Args:
-        search, result: of the last side.
+        search: of the last side.
+        result: of the last side.
         plan: with the micro-batch size of the last side.
         earlier: entry of each side in the checkpoint of the run being resumed.
     """

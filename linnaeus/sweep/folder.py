@@ -260,8 +260,8 @@ class Sweep:
             SweepRun(self.folder / run["name"], run["values"], run["config"]) for run in entries
         ]
 
-    def begun(self, study: Study | None) -> list[SweepRun]:
-        """The runs of a grid, or the trials so far of a search, each folder once."""
+    def known_runs(self, study: Study | None) -> list[SweepRun]:
+        """Return all runs of a grid, or the trials so far of a search, each folder once."""
         found = self.grid() if study is None else [run for _, run in study.runs()]
         return [*{run.folder: run for run in found}.values()]
 

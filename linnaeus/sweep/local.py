@@ -18,7 +18,7 @@ class Share:
     """The part of this machine that one worker may use.
 
     Attributes:
-        gpus: as in CUDA_VISIBLE_DEVICES; None leaves that as it is.
+        gpus: as in CUDA_VISIBLE_DEVICES; None leaves it unchanged.
         cores: numbers of CPU cores; empty for all that this process may use.
     """
 

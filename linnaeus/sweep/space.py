@@ -42,7 +42,7 @@ class Combination:
 
     @property
     def title(self) -> str:
-        """Return the combination as typed on a command line."""
+        """The combination as typed on a command line."""
         return title_of(self.values)
 
     @property

@@ -75,7 +75,7 @@ class Child:
         """Run a command to its end; returns its exit code, negative for a signal.
 
         Args:
-            command: to execute.
+            command: command line of the process.
             env: its environment.
             output: file to which its output is appended; None for this process's.
             cwd: the folder that it runs in.
@@ -188,7 +188,9 @@ class Worker:
             raise LinnaeusError(f"{self._sweep.folder} cannot be written to: {error}") from error
         if self._child.received:
             return 128 + self._child.received[0]
-        states = Counter(read_state(run.folder).status for run in self._sweep.begun(self._study))
+        states = Counter(
+            read_state(run.folder).status for run in self._sweep.known_runs(self._study)
+        )
         print(
             "no run is left to take:",
             ", ".join(f"{number} {name}" for name, number in states.items()),
@@ -213,7 +215,7 @@ class Worker:
         return None
 
     def _open(self) -> Iterator[tuple[int | None, SweepRun]]:
-        """Return the runs that may not have ended; runs of a search come last."""
+        """Yield the runs that may not have ended; runs of a search come last."""
         if self._study is None:
             yield from ((None, run) for run in self._sweep.grid())
             return

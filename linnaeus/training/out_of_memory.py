@@ -26,7 +26,7 @@ _NOTABLE_BYTES = GIB // 100
 
 
 def state_bytes(assembly: Assembly, device: torch.device) -> dict[str, int]:
-    """Bytes on a device of what training keeps, by name. Storage that tensors share counts once.
+    """Count the bytes of training state on a device, by name. Shared storage counts once.
 
     The optimizer's state stays resident during validation; there are no gradients then.
     """
@@ -158,7 +158,7 @@ def validation_remedies(origin: SizeOrigin | None) -> Iterator[str]:
 
 
 def what_held_memory(assembly: Assembly, device: torch.device) -> str:
-    """What holds the device's memory now, as a sentence; call it while the exception holds the activations.
+    """Describe the contents of the memory in a sentence; call it while the exception holds the activations.
 
     Where memory is too short even for this, or cannot be measured, it says so.
     """

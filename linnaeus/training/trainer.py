@@ -446,7 +446,7 @@ class Trainer:
         self.progress_bar.advance(1)
 
     def _report_side(self) -> None:
-        """Log the speed of training with the present side of DATA.IMG_SIZE_SCHEDULE."""
+        """Log the speed of training with the current side of DATA.IMG_SIZE_SCHEDULE."""
         if self._side is not None:
             speed = self._side_speed.read(self._seconds, self._waited_s, self._num_images)
             logger.info("side %d: %.4g samples per second", self._side, speed["samples_per_s"])

@@ -221,7 +221,7 @@ def device_memory(device: torch.device, neighbours: Sequence[int] = ()) -> Devic
 
 
 def failed_allocations(device: torch.device) -> FailedAllocations:
-    """Consequences of running out of device memory, on any device."""
+    """Return the handling of failed allocations of a device, of any kind."""
     try:
         return device_memory(device)
     except NotImplementedError:

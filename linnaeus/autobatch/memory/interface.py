@@ -12,7 +12,7 @@ from linnaeus.autobatch.memory.oom import is_out_of_memory
 
 
 class FailedAllocations:
-    """Consequences of running out of device memory."""
+    """Handling of allocations that fail on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

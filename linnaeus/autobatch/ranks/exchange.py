@@ -128,7 +128,7 @@ class Exchange:
         values = [self._wait_for(number, rank, limit_s, on_wait) for rank in range(self.world_size)]
         while (
             len(self._own_values) > 1
-        ):  # all have sent this value after they read the previous one
+        ):  # all ranks read the previous value before they sent this one
             self.keys.delete(self._own_values.pop(0))
         return values
 
@@ -191,9 +191,7 @@ class Exchange:
         """Pause until something is there; yield the seconds waited before each pause."""
         started = self.clock.monotonic()
         while True:
-            has_failed = (
-                self.failure is not None
-            )  # first: values that a rank sent before it failed count
+            has_failed = self.failure is not None  # read first: values sent before a failure count
             if is_there():
                 return
             if has_failed:

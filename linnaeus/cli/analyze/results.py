@@ -57,7 +57,7 @@ class Row:
 
     @property
     def memory(self) -> str:
-        """Return the fraction with its device: `90%`, or `90% of rtx-4090`."""
+        """The fraction with its device: `90%`, or `90% of rtx-4090`."""
         return f"{self.memory_fraction:.0%}" + (f" of {self.device}" if self.device else "")
 
     @property

@@ -19,7 +19,7 @@ from linnaeus.runtime.files import not_written, write_atomically
 def sample_table(
     samples: tuple[Tensor, Tensor, list[int]], files: list[str], taxonomy: Taxonomy
 ) -> pd.DataFrame:
-    """Return one line for each sample, that with the highest loss first; samples without a label come last.
+    """Return one line for each sample, the highest loss first; samples without a label come last.
 
     Args:
         samples: see `EvaluationMetrics.samples`. A rank has every so many of the files.

@@ -43,7 +43,7 @@ class Exported:
         num_bytes: size of all that was written.
         difference: the largest difference between its outputs and the run's; None where only the weights
             could be compared, which are equal then.
-        kind: of the outputs: `probabilities` or `logits`.
+        kind: of the outputs, `probabilities` or `logits`.
     """
 
     path: Path

@@ -66,7 +66,7 @@ class Rehearsal:
         wrapped: the model as training calls it: over several ranks in a wrapper.
 
     Attributes:
-        state: changed by a step, for `auto_find_batch_size`.
+        state: objects that a step changes, for `auto_find_batch_size`.
     """
 
     def __init__(self, trainer: Any, prepared: nn.Module, wrapped: nn.Module) -> None:
