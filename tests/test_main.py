@@ -41,11 +41,9 @@ def test_the_script_alone_prints_the_help(run, monkeypatch, capfd, tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("script", "is_safe"), [("linnaeus", False), ("linnaeus", True), ("analyze_batch_sizes", False)]
-)
-def test_scripts_import_from_the_current_folder(script, is_safe, tmp_path):
-    """The module leaves a file when it is imported; Python itself is asked to import no neighbours."""
+@pytest.mark.parametrize("script", ["linnaeus", "analyze_batch_sizes"])
+def test_scripts_import_from_the_current_folder(script, tmp_path):
+    """The module leaves a file when it is imported."""
     (tmp_path / "bin").mkdir()
     linnaeus = tmp_path / "bin" / "linnaeus"
     linnaeus.write_text("import linnaeus.main\nraise SystemExit(linnaeus.main.console())")
@@ -56,14 +54,14 @@ def test_scripts_import_from_the_current_folder(script, is_safe, tmp_path):
     done = subprocess.run(
         [sys.executable, file, "MODEL._target_=mine.Missing", "EXPERIMENT.DEVICE=cpu"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1" if is_safe else ""},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
         timeout=forks.limit_s,
     )
     assert (done.returncode, "mine" in done.stderr) == (2, True), done.stderr
-    assert (tmp_path / "imported").exists() != is_safe
+    assert (tmp_path / "imported").exists()
 
 
 @pytest.mark.e2e

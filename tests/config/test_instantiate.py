@@ -2,7 +2,6 @@
 
 import copy
 import sys
-from typing import Any
 
 import pytest
 
@@ -55,7 +54,7 @@ def test_positional_arguments_follow_those_of_the_framework():
 
 
 def test_values_are_converted_where_the_signature_names_them():
-    seen: list[tuple[str, Any]] = []
+    seen = []
 
     def convert(parameter, value):
         seen.append((parameter.name, value))

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import importlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -210,7 +209,7 @@ def test_a_key_that_a_class_of_ones_own_does_not_take_can_be_left_out():
 
 @pytest.mark.parametrize("group", available())
 def test_every_preset_loads(group):
-    is_model: Any = importlib.import_module("timm").is_model if group == "model" else lambda _: True
+    is_model = importlib.import_module("timm").is_model if group == "model" else lambda _: True
     default = load("EXPERIMENT.NAME=x")
     for name in available()[group]:
         text = (FOLDER / group / f"{name}.yaml").read_text(encoding="utf-8")

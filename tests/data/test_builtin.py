@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 
 import pytest
@@ -32,7 +30,6 @@ def assert_nests(taxonomy, targets):
 def test_digits():
     bundle = build(NAME="digits")
     assert (bundle.in_chans, bundle.img_size) == (1, (32, 32))
-    assert bundle.taxonomy is not None
     assert bundle.taxonomy.num_classes == {"shape": 3, "digit": 10}
     inputs, targets = everything(bundle.train)
     assert inputs.shape == (1438, 1, 32, 32)
@@ -94,7 +91,6 @@ SYNTHETIC = {
 def test_synthetic_is_what_was_asked_for():
     bundle = build(img_size=[12, 20], CHANNELS=5, **SYNTHETIC)
     assert (bundle.in_chans, bundle.img_size) == (5, (12, 20))
-    assert bundle.taxonomy is not None
     assert bundle.taxonomy.num_classes == {"level1": 2, "level2": 5, "level3": 10}
     inputs, targets = everything(bundle.train)
     assert inputs.shape == (96, 5, 12, 20)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -100,11 +98,9 @@ def loaders(
 @pytest.mark.parametrize(
     ("asked", "cores", "processes", "expected"),
     [
-        (None, 6, 1, 6),
         (None, 64, 1, 8),
         (None, 8, 3, 2),
         (None, 2, 4, 0),
-        (0, 8, 1, 0),
         (16, 2, 1, 16),
     ],
 )
@@ -265,7 +261,7 @@ def test_epochs_and_seeds_differ_and_validation_does_not():
 
 def test_a_sample_is_seeded_the_same_in_every_batch_size_and_on_every_rank():
     bundle = bundle_of(Draws(24))
-    by_index: dict[float, tuple[float, ...]] = {}
+    by_index = {}
     for size, world in [(4, 1), (6, 1), (3, 2)]:
         for rank in range(world):
             for inputs in epochs(loaders(bundle, size=size, rank=rank, world=world), (5,))[

@@ -1,7 +1,5 @@
 """What the device does to batches: erasing, Mixup and CutMix with labels on all levels, reproducible."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 

@@ -264,7 +264,6 @@ def test_a_loss_of_torch_leaves_unknown_labels_out():
     ("target", "takes_labels", "takes_probabilities"),
     [
         (CROSS_ENTROPY, True, True),
-        ("timm.loss.BinaryCrossEntropy", True, True),
         ("torch.nn.NLLLoss", True, False),
         ("timm.loss.SoftTargetCrossEntropy", False, True),
         ("torch.nn.MSELoss", False, False),

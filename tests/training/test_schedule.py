@@ -85,13 +85,6 @@ def test_length_of_the_warm_up(config, expected):
     assert configured_warmup(config, [10, 10, 10]) == expected
 
 
-def test_groups_keep_their_own_peaks():
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1.0, 4.0)]
-    optimizer = torch.optim.SGD(groups)
-    Schedule(ScheduleConfig(WARMUP_STEPS=2), optimizer, steps_per_epoch=[5], warmup_steps=2)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
-
-
 # The position decides.
 
 
