@@ -1,14 +1,13 @@
 """Several labels for each image, from the manifest to predictions and exported files."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from linnaeus.config.schema import AugmentConfig, DatasetConfig, LossConfig
-from linnaeus.data.image_files import Listing, encode, hold_out
+from linnaeus.config.schema import AugmentConfig, LossConfig
+from linnaeus.data.image_files import encode
 from linnaeus.data.mixing import Mixing
 from linnaeus.data.taxonomy import LabelIndex, index_labels
 from linnaeus.inference.trained import load_run
@@ -178,15 +177,6 @@ def test_manifest_cells_and_mixing():
     targets, unknown = encode([("c;b",), (None,), (";",), ("b; ;x",)], INDEX)
     assert (targets.tolist(), unknown) == ([[0, 1, 1], [-1] * 3, [0] * 3, [-1] * 3], {3: "x"})
     assert LabelIndex.from_dict(json.loads(json.dumps(INDEX.as_dict()))) == INDEX
-    cells = ["a", "a;b", "a;c", "b;a", "a;c", ";"] * 5
-    _, val = hold_out(
-        Listing.of("", Path(), [*map(str, range(30))], [(cell,) for cell in cells]),
-        DatasetConfig(VAL_FRACTION=0.2),
-        [],
-        INDEX.taxonomy,
-    )
-    assert len(val.paths) == 6
-    assert {*"abc"} <= {*str(val.lineages)}
     mixing = Mixing([3], AugmentConfig(MIXUP=1.0), is_multilabel=True)
     _, mixed = mixing(torch.zeros(4, 1, 2, 2), TARGETS, {"lam": 0.3})
     assert torch.equal(mixed < 0, (TARGETS < 0) | (TARGETS.roll(1, 0) < 0))

@@ -12,7 +12,6 @@ from linnaeus import main as program
 from linnaeus.cli import main
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
-from tests.helpers.runs import wait_until
 
 
 @pytest.mark.parametrize("argv", [["--version"], ["train", "TRAIN.EPOCHS=2", "--version"]])
@@ -62,20 +61,6 @@ def test_scripts_import_from_the_current_folder(script, tmp_path):
     )
     assert (done.returncode, "mine" in done.stderr) == (2, True), done.stderr
     assert (tmp_path / "imported").exists()
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("module", ["linnaeus.main", "linnaeus.train"])
-def test_a_module_alone_trains(module, tmp_path):
-    """Seen by the folder of the run, which exists when training begins."""
-    env = {"PYTHONPATH": str(ROOT)}
-    with (tmp_path / "log").open("w+") as log:
-        process = forks.start(["-m", module], cwd=tmp_path, env=env, stdout=log, stderr=log)
-        wait_until(
-            (tmp_path / "runs" / "digits" / "metrics.jsonl").exists, process, tmp_path / "log"
-        )
-        process.kill()
-        assert process.wait(forks.limit_s) == -9
 
 
 @pytest.mark.parametrize("first", [[], ["train"]])

@@ -11,7 +11,7 @@ from linnaeus.runtime.errors import DataError
 from linnaeus.runtime.run_folder import read_state
 from linnaeus.training.schedule import lr_factor
 from tests.helpers.datasets import write_image
-from tests.helpers.runs import SMALL, assert_same_bits, checkpoint_of, weights
+from tests.helpers.runs import assert_same_bits, checkpoint_of, weights
 from tests.helpers.small_runs import NAME, PLAIN, Clusters, curve, lines_of, validations_of
 
 e2e = pytest.mark.e2e
@@ -235,17 +235,6 @@ def test_schedule_and_early_stopping_resume_exactly(run, tmp_path, name):
         assert (run(*options).code, files_of(runs)) == (0, before), "it was finished"
         assert run(*options, "TRAIN.EARLY_STOPPING.PATIENCE=3").code == 0
         assert validations_of(plain) == [12, 24, 36, 48]
-
-
-def test_renamed_classes_are_refused_on_resuming(run, tmp_path):
-    names = [f"DATA.DATASET.LEVELS=[family,{name}]" for name in ("species", "kind")]
-    assert run(*SMALL, names[0], "TRAIN.EPOCHS=1").code == 0
-    before = files_of(tmp_path / "runs")
-    refused = run(*SMALL, names[1], "TRAIN.AUTO_RESUME=True")
-    assert refused.code == 2
-    assert "family, kind" in refused.err
-    assert files_of(tmp_path / "runs") == before
-    assert run(*SMALL, names[0], "TRAIN.AUTO_RESUME=True").code == 0
 
 
 PHOTOS = (

@@ -134,7 +134,6 @@ BAD = [
         2,
         "loss, top1/level1, macro/level1",
     ),
-    ("TRAIN.BEST_METRIC=macro DATA.AUTOBATCH.ENABLED=True", 2, "macro/level2"),
     ("OPTIMIZER.LR=1e9 OPTIMIZER.NAME=sgd TRAIN.CLIP_GRAD_NORM=None", 1, "OPTIMIZER.LR"),
     (
         "DATA.AUTOBATCH.ENABLED=True DATA.AUTOBATCH.MEMORY_LIMIT_GB=0.05",

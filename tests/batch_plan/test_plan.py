@@ -221,17 +221,6 @@ def test_milestones_hold_exactly_from_their_epoch_on():
     assert plan.effective_batch_size == 131
 
 
-@given(
-    fits=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256]),
-    world_size=st.sampled_from([1, 2, 4, 8]),
-)
-def test_accumulation_alone_never_changes_the_rate(fits, world_size):
-    optimizer = OptimizerConfig(LR_SCALING="linear", WEIGHT_DECAY_SCALING="sqrt")
-    facts = replace(FACTS, max_micro_batch_size=fits, world_size=world_size)
-    plan = plan_of(facts, optimizer, EFFECTIVE_BATCH_SIZE=512)
-    assert (plan.learning_rate, plan.weight_decay) == (0.2, 0.05 * math.sqrt(2))
-
-
 @pytest.mark.parametrize(
     ("effective", "warmup", "epochs", "steps", "has_note"),
     [

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from linnaeus.cli.train import read as train
-from linnaeus.config.dump import save_config, to_yaml, with_batch_sizes
+from linnaeus.config.dump import save_config, to_yaml
 from linnaeus.config.instantiate import call_target
 from linnaeus.config.keys import PRESETS as FOLDER
 from linnaeus.config.keys import available
@@ -311,14 +311,6 @@ def test_any_values_survive_the_file(odd, text, optional, tree):
     config.EXPERIMENT.WANDB.TAGS = [*HARD_TEXTS, "\udcff", text]
     config.OPTIMIZER.KWARGS.update(x=tree, y={"a": HARD_TEXTS})
     assert reloaded(config) == config
-
-
-def test_with_batch_sizes_makes_a_new_configuration():
-    before = load()
-    after = with_batch_sizes(before, train=48, val=96)
-    assert (after.DATA.BATCH_SIZE, after.DATA.BATCH_SIZE_VAL) == (48, 96)
-    assert before == load()
-    assert with_batch_sizes(after) == after == reloaded(after)
 
 
 def test_a_configuration_that_cannot_be_saved_names_the_key_of_its_folder(tmp_path):

@@ -1,4 +1,3 @@
-import gc
 import os
 import re
 from pathlib import Path
@@ -56,10 +55,6 @@ def test_a_cache_that_fails_does_not_fail_the_check(tmp_path, cache):
         assert (list(damaged), num_known) == ([1], 0)
     cache.unlink()
     assert [find_damaged(files, 3, DEFAULT_DECODING)[1] for _ in range(2)] == [0, 1]
-    [database] = (cache / "linnaeus").iterdir()
-    database.write_bytes(b"damaged " * 1000)
-    assert find_damaged(files, 3, DEFAULT_DECODING)[1] == 0
-    gc.collect()  # from Python 3.13 on, a connection that was left open warns
 
 
 def test_a_file_that_changed_is_read_again(tmp_path, cache):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import EpsImagePlugin, Image, ImageCms
+from PIL import EpsImagePlugin, Image
 from torchvision.transforms.v2 import functional
 
 from linnaeus.data import EXTENSIONS
@@ -187,8 +187,6 @@ def test_opaque_pixels_and_older_runs_keep_their_colors(tmp_path):
         found = load_image(file, 3, Decoding((background,) * 3))
         assert torch.equal(found[:, opaque], colors[:, opaque])
         assert set(found[:, ALPHA == 0].unique().tolist()) == {background}
-        grey = load_image(file, 1, Decoding((background,) * 3))
-        assert set(grey[:, ALPHA == 0].unique().tolist()) == {background}
     assert torch.equal(load_image(file, 3, Decoding(background=None)), colors)
 
 
@@ -207,10 +205,6 @@ def of_mode(mode, folder):
     elif mode == "P+tRNS":
         path = path.with_suffix(".png")
         palette_image().save(path, transparency=bytes(16))
-    elif mode == "LAB":
-        profiles = [ImageCms.createProfile(name) for name in ("sRGB", "LAB")]
-        change = ImageCms.buildTransform(*profiles, "RGB", "LAB")
-        ImageCms.applyTransform(COLOUR, change).save(path)
     else:
         COLOUR.convert(mode).save(path)
     return path
@@ -218,7 +212,7 @@ def of_mode(mode, folder):
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
 def test_what_the_check_passes_loads(tmp_path, channels):
-    modes = {*MODES, "I;16B", "P+tRNS", "LAB"}
+    modes = {*MODES, "I;16B", "P+tRNS"}
     if channels not in (1, 3):
         pytest.importorskip("tifffile")
         modes -= {"YCbCr"}  # as JPEG in TIFF, which tifffile reads with another package
@@ -295,19 +289,6 @@ def test_arrays_of_one_and_three_channels_are_converted(tmp_path):
 def ends_at(path, channels):
     found = file_range(str(path), channels, DEFAULT_DECODING)
     return found[1]
-
-
-def test_the_range_of_a_file_leaves_out_hot_pixels(tmp_path):
-    values = np.linspace(0, 4095, 48 * 48).reshape(48, 48)
-    for dtype in (np.uint16, np.float32):
-        path = tmp_path / "a.npy"
-        for number in (2, 4):  # up to a thousandth, and above
-            hot = values.astype(dtype)
-            hot[0, :number] = 65535
-            np.save(path, hot)
-            assert (ends_at(path, 1) == 65535) == (number == 4)
-    np.save(path, values.astype(np.uint8))
-    assert file_range(str(path), 1, DEFAULT_DECODING) is None
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float64])

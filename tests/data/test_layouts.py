@@ -250,22 +250,6 @@ def test_splits_in_manifests_of_their_own(tmp_path):
     assert sizes(build(tmp_path, "manifest")) == [10, 2]
 
 
-@pytest.mark.parametrize(
-    ("header", "cells", "look"),
-    [
-        ("label,width,height", lambda i: f"{animal(i)},{640 + i},{480 + i}", "width: 24 numbers"),
-        ("label,part", lambda i: f"{animal(i)},one", "part: 1 value"),
-        ("score", lambda i: f"{i / 7}", "score: 24 numbers"),
-    ],
-)
-def test_columns_that_are_no_levels_are_refused(tmp_path, header, cells, look):
-    table(tmp_path, f"image,{header}", cells)
-    with pytest.raises(ConfigError, match=rf"DATA\.DATASET\.LEVELS.*{look}"):
-        build(tmp_path, "manifest")
-    if header.startswith("label"):
-        assert levels(build(tmp_path, "manifest", LEVELS=["label"])) == {"label": CLASSES}
-
-
 def notes(bundle, text):
     """The lines of the report with a text."""
     return [line for line in bundle.report if text in line]

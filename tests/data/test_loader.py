@@ -273,20 +273,6 @@ def test_a_sample_is_seeded_the_same_in_every_batch_size_and_on_every_rank():
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_damaged_image_ends_the_epoch_with_one_clear_message(nested, workers):
-    path = nested / "Animalia" / "cat" / "1.jpg"
-    path.write_bytes(path.read_bytes()[:200])
-    node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
-    bundle = build_data(DataConfig(DATASET=node, IMG_SIZE=16), seed=0)
-    with loaders(bundle, workers) as made:
-        with pytest.raises(DataError) as caught:
-            epochs(made)
-        assert type(caught.value) is DataError
-        assert str(path) in str(caught.value)
-        assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("workers", WORKERS)
 def test_an_error_in_users_code_tells_its_place(workers):
     bundle = build_data(DataConfig(DATASET={"_target_": f"{__name__}.failing_at_33"}), seed=0)
     with loaders(bundle, workers) as made, pytest.raises(DataError) as caught:

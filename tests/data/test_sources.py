@@ -65,7 +65,7 @@ def in_tars(folder, ending="tar", mode="w"):
     for name, numbers in parts.items():
         with tarfile.open(folder / f"{name}.{ending}", mode) as tar:
             for i in numbers:
-                labels = {"kingdom": KINGDOMS[i % 3], "name": CLASSES[i % 3]}
+                labels = {"label": {"kingdom": KINGDOMS[i % 3], "name": CLASSES[i % 3]}}
                 files = {"png": png(i), "cls": CLASSES[i % 3], "json": json.dumps(labels)}
                 for kind, content in files.items():
                     content = content if isinstance(content, bytes) else content.encode()
@@ -110,14 +110,15 @@ def test_splits_images_and_classes_are_found(name, write, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "write", "levels"),
+    ("name", "write"),
     [
-        ("huggingface", partial(saved, nested=True), ["label.kingdom", "label.name"]),
-        ("huggingface", partial(in_parquet, nested=True), ["label.kingdom", "label.name"]),
-        ("webdataset", in_tars, ["kingdom", "name"]),
+        ("huggingface", partial(saved, nested=True)),
+        ("huggingface", partial(in_parquet, nested=True)),
+        ("webdataset", in_tars),
     ],
 )
-def test_several_columns_are_levels(name, write, levels, tmp_path):
+def test_several_columns_are_levels(name, write, tmp_path):
+    levels = ["label.kingdom", "label.name"]
     write(tmp_path)
     bundle = build(name, tmp_path, LEVELS=levels)
     assert bundle.taxonomy.names == tuple(levels)
@@ -265,12 +266,6 @@ def test_a_sample_key_that_comes_twice_is_refused(more, tmp_path):
         build("webdataset", tmp_path)
 
 
-def test_members_of_a_sample_need_not_be_adjacent(tmp_path):
-    write_tar(tmp_path / "train.tar", members(12)[::2] + members(12)[1::2] + [("README", "text")])
-    bundle = build("webdataset", tmp_path, IMAGE_COLUMN="png")
-    assert [len(bundle.train) + len(bundle.val), len(bundle.report)] == [12, 2]
-
-
 def test_samples_of_tar_files_without_image_are_counted(tmp_path):
     write_tar(tmp_path / "train.tar", [*members(12), ("20.cls", "cat"), ("21.cls", "dog")])
     bundle = build("webdataset", tmp_path)
@@ -289,18 +284,6 @@ def test_tar_files_without_image_name_their_endings(tmp_path):
     write_tar(tmp_path / "train.tar", members(3, "im.v1.{}"))
     with pytest.raises(DataError, match=r"v1\.0\.png.*DATA\.DATASET\.IMAGE_COLUMN.*first dot"):
         build("webdataset", tmp_path)
-
-
-def test_nested_json_labels_of_tar_files_are_levels(tmp_path):
-    labels = [{"label": {"family": KINGDOMS[i], "species": CLASSES[i]}} for i in range(3)]
-    for split in ("train", "val"):
-        samples = [
-            m for i in range(12) for m in ((f"{i}.png", png(i)), (f"{i}.json", labels[i % 3]))
-        ]
-        texts = [(name, json.dumps(x) if isinstance(x, dict) else x) for name, x in samples]
-        write_tar(tmp_path / f"{split}.tar", texts)
-    bundle = build("webdataset", tmp_path, LEVELS=["label.family", "label.species"])
-    assert found(bundle) == {i: (KINGDOMS[i % 3], CLASSES[i % 3]) for i in range(12)}
 
 
 def missing_image(folder, image, *, in_parquet):

@@ -99,15 +99,6 @@ def test_pillow_images_get_the_size_asked_for_or_one_for_all():
     assert grey.val[0][0].shape == (1, 10, 20)
 
 
-def varied(split):
-    return [(torch.zeros(2, 4, width), 0) for width in range(4, 8)]
-
-
-def test_image_tensors_of_different_sizes_have_their_channels_in_common():
-    bundle = build("varied")
-    assert (bundle.in_chans, bundle.img_size) == (2, None)
-
-
 def test_training_images_are_augmented_and_validation_images_are_not():
     bundle = build("TorchvisionStyle", root="x", augment=AugmentConfig(HFLIP=0.0, COLOR_JITTER=0.9))
     assert len({float(bundle.train[9][0][0].float().mean()) for _ in range(8)}) > 1

@@ -56,7 +56,6 @@ def num_different(pipeline, image=IMAGE):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"CROP_SCALE": [0.3, 0.9]},
         {"HFLIP": 0.5},
         {"VFLIP": 0.5},
         {"BLUR": 0.5},
@@ -450,10 +449,3 @@ def test_the_size_to_decode_follows_from_the_crop(scale):
         sizes.add((height, width))
     assert len(sizes) == 20
     assert pipeline.min_size(191, 4000) == (191, 4000), "no scale is small enough"
-
-
-@pytest.mark.parametrize("mode", ["crop", "squash", "letterbox"])
-def test_a_centre_crop_needs_twice_its_size(mode):
-    for fraction, size in ((1.0, (96, 64)), (0.5, (192, 128))):
-        pipeline = transform((48, 32), train=False, CROP_FRACTION=fraction, RESIZE=mode)
-        assert pipeline.min_size(3000, 4000) == size

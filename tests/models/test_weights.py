@@ -152,13 +152,6 @@ def test_backbones_load_from_any_nesting_and_prefix(tmp_path, key, prefix):
     assert all(f"{part}." in line for part in prefix.split(".") if part)
 
 
-def test_wrappers_of_inner_modules_are_left_out(tmp_path):
-    state = random_state(7)
-    wrapped = {name.replace("layer1.", "layer1._orig_mod."): each for name, each in state.items()}
-    torch.save(wrapped, tmp_path / "a.pt")
-    assert is_loaded(built(WEIGHTS=str(tmp_path / "a.pt"))[0], state)
-
-
 @pytest.mark.parametrize("average", ["state_dict_ema", "swa_model"])
 def test_a_whole_average_is_taken_before_the_weights(tmp_path, average):
     weights, averaged = random_state(7), random_state(8)

@@ -108,6 +108,7 @@ SEARCHED = (
 )
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 @pytest.mark.parametrize(
     ("options", "found", "trained"),
     [
@@ -133,6 +134,7 @@ def test_autobatch_finds_a_size_for_each_side(run, tmp_path, options, found, tra
     assert num_steps == 4 * 48 // plan_of(folder)["EFFECTIVE_BATCH"]
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_a_resumed_run_keeps_the_size_of_each_side(run, tmp_path):
     searched = (*SEARCHED, "TRAIN.EFFECTIVE_BATCH_SIZE=24")
     assert run(*searched).code == 0

@@ -325,7 +325,6 @@ def make_state():
             ),
             "half": noise[:7].bfloat16(),
             "flags": noise > 0,
-            "view": torch.randn(6, 8, generator=generator)[::2, 1::3],
             "empty": torch.zeros(0, 4),
         },
         "optimizer": {

@@ -15,7 +15,6 @@ from linnaeus.training.resume import (
     changes_of,
     check_changes,
     find_checkpoint,
-    is_finished,
     restore_generators,
     resumed_progress,
 )
@@ -66,22 +65,6 @@ def test_an_optimizer_of_the_users_own_may_change_its_rate():
     assert "OPTIMIZER.lr" in refusal(None, now, before)
     check_changes(changes_of(before, now), "lr")
     assert "OPTIMIZER._target_" in refusal("lr", nodes_of(), before)
-
-
-@pytest.mark.parametrize(
-    ("epochs_done", "num_epochs", "has_result", "finished"),
-    [(3, 3, True, True), (3, 2, True, True), (2, 3, True, False), (3, 3, False, False)],
-)
-def test_a_run_is_finished_when_its_epochs_and_its_result_are_there(
-    tmp_path, epochs_done, num_epochs, has_result, finished
-):
-    if has_result:
-        (tmp_path / "result.json").write_text("{}")
-    progress, train = (
-        TrainingProgress(epochs_done),
-        dataclasses.replace(Config().TRAIN, EPOCHS=num_epochs),
-    )
-    assert is_finished(progress, train, tmp_path / "result.json", ALONE) is finished
 
 
 def test_generators_are_restored_on_as_many_ranks_and_seeded_on_others():

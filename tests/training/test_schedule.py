@@ -69,16 +69,13 @@ def test_rises_to_the_peak_then_never_rises(name, run):
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (ScheduleConfig(), 0),
         (ScheduleConfig(WARMUP_EPOCHS=0.5), 5),
         (ScheduleConfig(WARMUP_EPOCHS=2, WARMUP_STEPS=7), 7),
         (ScheduleConfig(WARMUP_EPOCHS=2, WARMUP_STEPS=0), 0),
         (ScheduleConfig(WARMUP_STEPS=31), 30),
-        (ScheduleConfig(WARMUP_FRACTION=0.1), 3),
         (ScheduleConfig(WARMUP_FRACTION=0.1, WARMUP_EPOCHS=2), 3),
         (ScheduleConfig(WARMUP_FRACTION=0.1, WARMUP_STEPS=7), 7),
         (ScheduleConfig("onecycle"), 9),
-        (ScheduleConfig("onecycle", WARMUP_EPOCHS=0), 0),
     ],
 )
 def test_length_of_the_warm_up(config, expected):
