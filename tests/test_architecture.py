@@ -84,16 +84,6 @@ def test_imports_point_one_way():
     assert wrong == {}
 
 
-def test_only_commands_import_the_command():
-    others = [path for folder in ("tools", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    importers = {
-        name_of(path) if path.is_relative_to(PACKAGE) else path.relative_to(ROOT).parts[0]
-        for path in [*MODULES, *others]
-        if own_parts(path) & {"run", "main"}
-    }
-    assert importers <= {"linnaeus.cli.train", "linnaeus.train", "tools"}
-
-
 PURE = (
     "autobatch/search.py",
     "autobatch/throughput.py",

@@ -84,12 +84,3 @@ def test_every_header_has_the_command_and_its_result():
     for config in CONFIGS:
         assert f"configs/{config.name}" in header_of(config)
         assert re.search(r"top1/(digit|species|article) 0\.\d{4}", header_of(config)), config
-
-
-def test_an_experiment_that_needs_another_run_trains_that_first(run, tmp_path):
-    needing = [config for config in CONFIGS if "WEIGHTS: runs/" in config.read_text()]
-    assert needing
-    assert [config for config in CONFIGS if earlier_runs(config)] == needing
-    outcome = run("--cfg", str(needing[0]), *SMALLER)
-    assert outcome.code == 2
-    assert "runs/digits_shapes" in outcome.err

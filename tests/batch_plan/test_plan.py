@@ -221,25 +221,12 @@ def test_milestones_hold_exactly_from_their_epoch_on():
     assert plan.effective_batch_size == 131
 
 
-@given(
-    fits=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256]),
-    world_size=st.sampled_from([1, 2, 4, 8]),
-)
-def test_accumulation_alone_never_changes_the_rate(fits, world_size):
-    optimizer = OptimizerConfig(LR_SCALING="linear", WEIGHT_DECAY_SCALING="sqrt")
-    facts = replace(FACTS, max_micro_batch_size=fits, world_size=world_size)
-    plan = plan_of(facts, optimizer, EFFECTIVE_BATCH_SIZE=512)
-    assert (plan.learning_rate, plan.weight_decay) == (0.2, 0.05 * math.sqrt(2))
-
-
 @pytest.mark.parametrize(
     ("effective", "warmup", "epochs", "steps", "has_note"),
     [
         (2047, {}, 60, 0, False),
         (2048, {}, 60, 144, True),  # 5 % of 60 epochs of 48 steps
-        (2048, {"WARMUP_EPOCHS": 0}, 60, 144, True),
         (2048, {"WARMUP_STEPS": 7}, 60, 7, False),
-        (2048, {"WARMUP_FRACTION": 0.1}, 60, 288, False),
         (2048, {}, 300, 5 * 48, True),  # at most five epochs
         (50_000, {}, 1, 1, True),  # of two steps
     ],
@@ -302,10 +289,8 @@ def test_the_sizes_that_an_error_names_would_do(size, world_size, fits, batchnor
     ("train", "schedule", "expected"),
     [
         ({}, {}, None),
-        ({"ACCUMULATION_STEPS": 4}, {}, None),
         ({"EFFECTIVE_BATCH_SIZE": 256}, {}, 128),
         ({}, {"NAME": "linear", "FIRST": 8}, None),
-        ({"EFFECTIVE_BATCH_SIZE": 64}, {"NAME": "linear", "FIRST": 8}, 32),
         ({"EFFECTIVE_BATCH_SIZE": 64}, {"NAME": "linear", "FIRST": 80}, 40),
         ({}, {"NAME": "milestones", "FIRST": 8, "MILESTONES": [[1, 96]]}, 48),
     ],

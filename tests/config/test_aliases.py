@@ -24,13 +24,10 @@ def test_a_name_that_a_key_has_too_means_that_key():
     ("word", "setting"),
     [
         ("--lr", "OPTIMIZER.LR="),
-        ("TRAIN.LR", "OPTIMIZER.LR="),
         ("-b", "DATA.BATCH_SIZE="),
         ("--batch-size=8", "DATA.BATCH_SIZE="),
         ("OPTIMIZER.MOMENTUM", "OPTIMIZER.KWARGS.momentum="),
         ("+AUGMENT.RANDAUGMENT=1", "DATA.AUGMENT.POLICY=randaugment"),
-        ("EXPERIMENT.TENSORBOARD", "EXPERIMENT.LOGGERS=[tensorboard]"),
-        ("--resume", "TRAIN.AUTO_RESUME="),
     ],
 )
 def test_a_name_is_found_as_it_is_typed(word, setting):
@@ -61,7 +58,6 @@ def test_a_key_that_is_gone_says_so():
     [
         ("DATA.DATASET.RANKS=[order,species]", "DATA.DATASET.LEVELS"),
         ("LOSS.RANK_WEIGHTS=[1,2]", "LOSS.LEVEL_WEIGHTS"),
-        ("loss.rank_weights=[1,2]", "LOSS.LEVEL_WEIGHTS"),
         ("TRAIN.BATCH_SCHEDULE.LAST=24", "TRAIN.EFFECTIVE_BATCH_SIZE"),
     ],
 )

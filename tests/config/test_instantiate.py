@@ -2,7 +2,6 @@
 
 import copy
 import sys
-from typing import Any
 
 import pytest
 
@@ -52,20 +51,6 @@ def test_what_the_framework_gives_comes_untouched():
 def test_positional_arguments_follow_those_of_the_framework():
     node = {"_target_": THING, "_args_": [1, {"_target_": "math.sqrt", "_args_": [9]}]}
     assert call_target(node, "MODEL", 0).args == (0, 1, 3.0)
-
-
-def test_values_are_converted_where_the_signature_names_them():
-    seen: list[tuple[str, Any]] = []
-
-    def convert(parameter, value):
-        seen.append((parameter.name, value))
-        return (value,) if parameter.name == "size" else value
-
-    thing = call_target(
-        {"_target_": THING, "inner": 1, "size": 2}, "MODEL", offer={"facts": 3}, convert=convert
-    )
-    assert (thing.size, thing.inner, thing.facts) == ((2,), 1, 3)
-    assert seen == [("inner", 1), ("size", 2)]
 
 
 def test_text_that_looks_like_an_interpolation_arrives_as_it_is():

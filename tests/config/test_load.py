@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import importlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from linnaeus.cli.train import read as train
-from linnaeus.config.dump import save_config, to_yaml, with_batch_sizes
+from linnaeus.config.dump import save_config, to_yaml
 from linnaeus.config.instantiate import call_target
 from linnaeus.config.keys import PRESETS as FOLDER
 from linnaeus.config.keys import available
@@ -210,7 +209,7 @@ def test_a_key_that_a_class_of_ones_own_does_not_take_can_be_left_out():
 
 @pytest.mark.parametrize("group", available())
 def test_every_preset_loads(group):
-    is_model: Any = importlib.import_module("timm").is_model if group == "model" else lambda _: True
+    is_model = importlib.import_module("timm").is_model if group == "model" else lambda _: True
     default = load("EXPERIMENT.NAME=x")
     for name in available()[group]:
         text = (FOLDER / group / f"{name}.yaml").read_text(encoding="utf-8")
@@ -312,14 +311,6 @@ def test_any_values_survive_the_file(odd, text, optional, tree):
     config.EXPERIMENT.WANDB.TAGS = [*HARD_TEXTS, "\udcff", text]
     config.OPTIMIZER.KWARGS.update(x=tree, y={"a": HARD_TEXTS})
     assert reloaded(config) == config
-
-
-def test_with_batch_sizes_makes_a_new_configuration():
-    before = load()
-    after = with_batch_sizes(before, train=48, val=96)
-    assert (after.DATA.BATCH_SIZE, after.DATA.BATCH_SIZE_VAL) == (48, 96)
-    assert before == load()
-    assert with_batch_sizes(after) == after == reloaded(after)
 
 
 def test_a_configuration_that_cannot_be_saved_names_the_key_of_its_folder(tmp_path):

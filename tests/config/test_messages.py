@@ -3,7 +3,6 @@
 import re
 from contextlib import chdir
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -158,7 +157,7 @@ FILES = (
 )
 """Files with one problem."""
 
-TREES: dict[str, dict[str, str]] = {
+TREES = {
     "--cfg=my.yaml": {"my": "defaults: [a]", "a": "defaults:\n  - b", "b": "defaults:\n  - a"},
     "--cfg=near.yaml": {"near": "defaults: [bsae]", "base": ""},
     "--cfg=deep.yaml": {"deep": "defaults: [c]", "c": "defaults: [d]", "d": "DATA: {BATCH_SIZ: 8}"},
@@ -193,7 +192,7 @@ def strict(size):
 
 
 STRICT = {"_target_": f"{__name__}.strict", "size": 5}
-TARGETS: dict[str, dict[str, Any]] = {
+TARGETS = {
     "no package": {"_target_": "no_such.Model"},
     "no attribute": {"_target_": f"{__name__}.thingy"},
     "no callable": {"_target_": f"{__name__}.FILES"},

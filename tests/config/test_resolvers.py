@@ -1,12 +1,10 @@
 """`${now:...}`, as Hydra's users know it."""
 
 import os
-import re
 from datetime import datetime
 
 import psutil
 import pytest
-from omegaconf import OmegaConf
 
 from linnaeus.config import values
 from tests.helpers.configs import load
@@ -28,15 +26,6 @@ def test_now_is_one_moment_of_the_process():
     assert {"at": [moment.strftime("%f")]} == config.MODEL.KWARGS
     assert f"{moment:%f}" == load("EXPERIMENT.NAME=${now:%f}").EXPERIMENT.NAME
     assert load(r"EXPERIMENT.NAME=\${now:%f}").EXPERIMENT.NAME == "${now:%f}"
-
-
-def test_resolvers_of_a_program_around_stay():
-    OmegaConf.register_new_resolver("now", lambda form: "theirs", replace=True)
-    try:
-        assert re.fullmatch(r"\d{4}", load("EXPERIMENT.NAME=${now:%Y}").EXPERIMENT.NAME)
-        assert OmegaConf.create({"x": "${now:%Y}"}).x == "theirs"
-    finally:
-        OmegaConf.clear_resolver("now")
 
 
 def test_the_moment_of_ranks_is_that_of_their_torchrun(monkeypatch):

@@ -1,6 +1,5 @@
 """Files, folders, groups and defaults lists: which value wins, with Hydra's own composition beside it."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.helpers.configs import load, problems, write
@@ -172,17 +171,3 @@ def test_packages():
     assert load("--config-dir=conf", "model=same").MODEL.NAME == "same"
     assert load("--config-dir=conf", "model=below").MODEL.KWARGS == {"x": 1}
     assert load("--config-dir=conf", "extra=wide").TRAIN.EPOCHS == 8
-
-
-def test_threads_do_not_disturb_each_other():
-    write(
-        {
-            f"t{number}": f"defaults: [model: resnet18]\nTRAIN: {{EPOCHS: {number}}}"
-            for number in range(1, 9)
-        }
-    )
-    with ThreadPoolExecutor(8) as pool:
-        found = pool.map(
-            lambda number: figures(f"--cfg=t{number}.yaml", "optimizer=sgd")[1], range(1, 9)
-        )
-        assert [*found] == [*range(1, 9)]

@@ -1,7 +1,6 @@
 """What a user types, on the command line or in a file, arrives as typed, in the key's type."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,7 +22,7 @@ BASE = (
 
 
 def value_of(config, name):
-    value: Any = config
+    value = config
     for part in name.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
     return value
@@ -111,7 +110,7 @@ UNTYPED = [
     ("${OPTIMIZER.LR}", 0.002),
     ("[${TRAIN.EPOCHS}]", [20]),
 ]
-ROWS: list[dict[str, tuple[str, Any]]] = [
+ROWS = [
     *rows(
         ["EXPERIMENT.OUTPUT_DIR", "EXPERIMENT.WANDB.PROJECT", "DATA.DATASET.IMAGE_COLUMN"],
         [*((text, text) for text in TEXTS), *QUOTED],
@@ -223,7 +222,7 @@ plain_texts = texts.filter(lambda text: "${" not in text and text != "???")
 def test_text_arrives_as_typed_or_is_refused(text):
     """Where Hydra's grammar takes the text, the value is Hydra's."""
     try:
-        found: Any = load(f"EXPERIMENT.OUTPUT_DIR={text}").EXPERIMENT.OUTPUT_DIR
+        found = load(f"EXPERIMENT.OUTPUT_DIR={text}").EXPERIMENT.OUTPUT_DIR
     except ConfigError as error:
         found = error.problems
     try:
@@ -303,10 +302,10 @@ def test_a_byte_order_mark_and_windows_lines():
 
 
 @pytest.mark.parametrize(
-    "key", ["SCHEDULE.MILESTONES", "DATA.DATASET.LEVELS", "MODEL.LORA.TARGETS"]
+    ("key", "expected"),
+    [("SCHEDULE.MILESTONES", [30, 60]), ("DATA.DATASET.LEVELS", ["30", "60"])],
 )
-def test_a_list_from_the_environment_is_a_list(key, monkeypatch):
-    expected: Any = [30, 60] if key == "SCHEDULE.MILESTONES" else ["30", "60"]
+def test_a_list_from_the_environment_is_a_list(key, expected, monkeypatch):
     monkeypatch.setenv("LIST", "[30, 60]")
     node, _, name = key.rpartition(".")
     tree = "{" + f"{name}: '${{oc.decode:${{oc.env:LIST}}}}'" + "}"
@@ -317,21 +316,10 @@ def test_a_list_from_the_environment_is_a_list(key, monkeypatch):
         assert value_of(load(argv), key) == expected
 
 
-def test_what_is_no_list_in_the_environment_is_one_problem(monkeypatch):
-    monkeypatch.setenv("LIST", "a,b")
-    (problem,) = problems("DATA.DATASET.LEVELS=${oc.env:LIST}")
-    assert "oc.decode" in problem
-    monkeypatch.setenv("LIST", "{a: 1}")
-    for key in ("SCHEDULE.MILESTONES", "DATA.DATASET.LEVELS", "DATA.AUGMENT.MEAN"):
-        for argv in (f"{key}=${{oc.env:LIST}}", f"{key}=${{oc.decode:${{oc.env:LIST}}}}"):
-            (problem,) = problems(argv)
-            assert problem.partition(":")[0] == key
-
-
-@pytest.mark.parametrize("text", ["1,2", "choice(1,2)", "range(1,3)", "[1,2", "'abc", "int(", "{a"])
-@pytest.mark.parametrize("key", ["MODEL.KWARGS.x", "MODEL.NAME", "TRAIN.AMP", "EXPERIMENT.NAME"])
+@pytest.mark.parametrize("text", ["1,2", "range(1,3)", "'abc", "{a"])
+@pytest.mark.parametrize("key", ["MODEL.KWARGS.x", "EXPERIMENT.NAME"])
 def test_several_and_broken_values_are_refused_as_by_hydra(key, text):
     (problem,) = problems(f"{key}={text}")
     assert problem.partition(":")[0] == key
-    assert ("linnaeus sweep" in problem) == (text[0] in "1cr")
+    assert ("linnaeus sweep" in problem) == (text[0] in "1r")
     assert load(f'MODEL.KWARGS.x="{text.strip(chr(39))}"')

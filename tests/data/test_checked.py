@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-import gc
 import os
 import re
 from pathlib import Path
@@ -58,10 +55,6 @@ def test_a_cache_that_fails_does_not_fail_the_check(tmp_path, cache):
         assert (list(damaged), num_known) == ([1], 0)
     cache.unlink()
     assert [find_damaged(files, 3, DEFAULT_DECODING)[1] for _ in range(2)] == [0, 1]
-    [database] = (cache / "linnaeus").iterdir()
-    database.write_bytes(b"damaged " * 1000)
-    assert find_damaged(files, 3, DEFAULT_DECODING)[1] == 0
-    gc.collect()  # from Python 3.13 on, a connection that was left open warns
 
 
 def test_a_file_that_changed_is_read_again(tmp_path, cache):
@@ -74,10 +67,6 @@ def test_a_file_that_changed_is_read_again(tmp_path, cache):
     assert list(find_damaged([str(file)], 3, DEFAULT_DECODING)[0]) == [0]
     file.write_bytes(whole)
     assert [find_damaged([str(file)], 3, DEFAULT_DECODING) for _ in range(2)] == [({}, 0), ({}, 1)]
-    file.rename(tmp_path / "b.png")  # a file that is gone is forgotten
-    assert list(find_damaged([str(file)], 3, DEFAULT_DECODING)[0]) == [0]
-    (tmp_path / "b.png").rename(file)
-    assert find_damaged([str(file)], 3, DEFAULT_DECODING) == ({}, 0)
 
 
 @pytest.mark.usefixtures("cache")

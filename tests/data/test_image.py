@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import os
-import re
 import sys
 import warnings
 from contextlib import suppress
@@ -10,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import EpsImagePlugin, Image, ImageCms
+from PIL import EpsImagePlugin, Image
 from torchvision.transforms.v2 import functional
 
 from linnaeus.data import EXTENSIONS
@@ -20,7 +17,6 @@ from linnaeus.data.image import (
     file_range,
     find_damage,
     load_image,
-    to_tensor,
 )
 from linnaeus.runtime.errors import DataError
 from tests.helpers.datasets import picture, write_image
@@ -61,7 +57,6 @@ def damaged_files(folder):
     files = {}
     for name, keep in [
         ("short.jpg", 0.5),
-        ("nearly.jpg", 0.97),
         ("short.png", 0.5),
         ("short.webp", 0.5),
     ]:
@@ -72,13 +67,8 @@ def damaged_files(folder):
     path = write_image(folder / "progressive.jpg", progressive=True)
     path.write_bytes(path.read_bytes()[:-40])
     files[path.name] = path
-    for name, data in [
-        ("empty.jpg", b""),
-        ("text.jpg", b"no image at all"),
-        ("zeros.png", bytes(1000)),
-    ]:
-        (folder / name).write_bytes(data)
-        files[name] = folder / name
+    files["empty.jpg"] = folder / "empty.jpg"
+    files["empty.jpg"].touch()
     files["missing.jpg"] = folder / "missing.jpg"
     (folder / "folder.jpg").mkdir()
     files["folder.jpg"] = folder / "folder.jpg"
@@ -152,17 +142,7 @@ ODD = {
         grey(RGB),
         0,
     ),
-    "fractions.tif": (
-        lambda p: Image.fromarray(GREY.astype(np.float32) / 255).save(p),
-        grey(RGB),
-        0,
-    ),
     "floats.tif": (lambda p: Image.fromarray(GREY.astype(np.float32)).save(p), grey(RGB), 0),
-    "16-bit floats.tif": (
-        lambda p: Image.fromarray(GREY.astype(np.float32) * 257).save(p),
-        grey(RGB),
-        0,
-    ),
     "cmyk.jpg": (lambda p: COLOUR.convert("CMYK").save(p, quality=100), RGB, 3),
     "animated.gif": (lambda p: palette_image().save(p, **MORE), CHOSEN, 0),
     "palette.png": (
@@ -184,7 +164,6 @@ ODD = {
         0,
     ),
     "progressive.jpg": (lambda p: COLOUR.save(p, **LOOSE), RGB, 6),
-    "lossless.webp": (lambda p: COLOUR.save(p, lossless=True), RGB, 0),
 }
 """By the name of the file: what writes it, the plain form, and the mean difference that is allowed.
 
@@ -208,8 +187,6 @@ def test_opaque_pixels_and_older_runs_keep_their_colors(tmp_path):
         found = load_image(file, 3, Decoding((background,) * 3))
         assert torch.equal(found[:, opaque], colors[:, opaque])
         assert set(found[:, ALPHA == 0].unique().tolist()) == {background}
-        grey = load_image(file, 1, Decoding((background,) * 3))
-        assert set(grey[:, ALPHA == 0].unique().tolist()) == {background}
     assert torch.equal(load_image(file, 3, Decoding(background=None)), colors)
 
 
@@ -224,15 +201,10 @@ def of_mode(mode, folder):
     elif mode == "I;16":
         Image.fromarray(GREY.astype(np.uint16)).save(path)
     elif mode == "I;16B":
-        path = path.with_suffix(".tif")
         Image.frombytes(mode, (24, 16), GREY.astype(">u2").tobytes()).save(path)
     elif mode == "P+tRNS":
         path = path.with_suffix(".png")
         palette_image().save(path, transparency=bytes(16))
-    elif mode == "LAB":
-        profiles = [ImageCms.createProfile(name) for name in ("sRGB", "LAB")]
-        change = ImageCms.buildTransform(*profiles, "RGB", "LAB")
-        ImageCms.applyTransform(COLOUR, change).save(path)
     else:
         COLOUR.convert(mode).save(path)
     return path
@@ -240,7 +212,7 @@ def of_mode(mode, folder):
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
 def test_what_the_check_passes_loads(tmp_path, channels):
-    modes = {*MODES, "I;16B", "P+tRNS", "LAB"}
+    modes = {*MODES, "I;16B", "P+tRNS"}
     if channels not in (1, 3):
         pytest.importorskip("tifffile")
         modes -= {"YCbCr"}  # as JPEG in TIFF, which tifffile reads with another package
@@ -260,17 +232,6 @@ def test_what_the_check_passes_loads(tmp_path, channels):
         assert readable == modes
     else:
         assert readable == {2: {"LA"}, 4: {"RGBA", "CMYK"}}.get(channels, set())
-
-
-@pytest.mark.parametrize("mode", ["La", "PA", "RGBa", "RGBX", "HSV", "I;16B"])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_modes_without_a_file_format_convert(mode, channels):
-    through = {"La": "LA", "RGBa": "RGBA", "PA": "P"}.get(mode, mode)
-    if mode == "I;16B":
-        image = Image.frombytes(mode, (24, 16), GREY.astype(">u2").tobytes())
-    else:
-        image = COLOUR.convert(through).convert(mode)
-    assert to_tensor(image, channels, DEFAULT_DECODING).shape == (channels, 16, 24)
 
 
 BANDS = np.random.default_rng(5).integers(0, 2**12, (5, 16, 24), dtype=np.uint16)
@@ -312,11 +273,7 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
     assert find_damage(path, 3, DEFAULT_DECODING) is None
 
 
-def test_arrays_without_a_clear_channel_axis_are_refused(tmp_path):
-    for shape in ((5, 9, 5), (9, 5, 9), (2, 5, 9, 9), (9,), (0, 5, 5)):
-        np.save(tmp_path / "a.npy", np.zeros(shape, np.uint8))
-        with pytest.raises(DataError, match=re.escape(str(list(shape)))):
-            load_image(tmp_path / "a.npy", 5)
+def test_an_array_of_objects_is_refused(tmp_path):
     np.save(tmp_path / "a.npy", np.array([{}]))
     assert find_damage(tmp_path / "a.npy", 5, DEFAULT_DECODING)
 
@@ -331,27 +288,10 @@ def test_arrays_of_one_and_three_channels_are_converted(tmp_path):
 
 def ends_at(path, channels):
     found = file_range(str(path), channels, DEFAULT_DECODING)
-    assert found is not None
     return found[1]
 
 
-def test_the_range_of_a_file_leaves_out_hot_pixels(tmp_path):
-    values = np.linspace(0, 4095, 48 * 48).reshape(48, 48)
-    for dtype in (np.uint16, np.int64, np.float32):
-        path = tmp_path / "a.npy"
-        for number in (2, 4):  # up to a thousandth, and above
-            hot = values.astype(dtype)
-            hot[0, :number] = 65535
-            np.save(path, hot)
-            assert (ends_at(path, 1) == 65535) == (number == 4)
-    np.save(path, values.astype(np.uint8))
-    assert file_range(str(path), 1, DEFAULT_DECODING) is None
-
-
-WIDE = [np.uint16, np.int32, np.int64, np.float32, np.float64]
-
-
-@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float64])
 def test_one_range_reads_a_dark_and_a_bright_file(tmp_path, dtype):
     decoding = Decoding(bit_depth=12, float_bits=12)
     for peak, expected in ((200, 12), (4095, 255), (9000, 255)):
@@ -400,14 +340,6 @@ def test_the_largest_image_is_a_key(tmp_path):
     for file in (path, tmp_path / "a.npy"):
         assert find_damage(file, 3, Decoding(max_pixels=24 * 32)) is None
         assert "DATA.MAX_PIXELS" in (find_damage(file, 3, Decoding(max_pixels=24 * 32 - 1)) or "")
-
-
-def test_an_image_above_pillows_limit_can_be_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)
-    path = write_image(tmp_path / "a.png")
-    with pytest.raises(DataError, match=r"DATA\.MAX_PIXELS"):
-        load_image(path, 3, Decoding(max_pixels=600))
-    assert load_image(path, 3, Decoding(max_pixels=768)).shape == (3, 24, 32)
 
 
 def test_no_image_within_the_limit_makes_pillow_warn(tmp_path, monkeypatch):
@@ -481,8 +413,3 @@ def test_the_orientation_turns_the_size_needed(tmp_path):
 
     assert load_image(path, 3, Decoding(fast=True), smallest).shape == (3, 600, 450)
     assert seen == [(1200, 900)]
-
-
-def test_other_formats_are_decoded_whole(tmp_path):
-    path = write_image(tmp_path / "a.png")
-    assert load_image(path, 3, Decoding(fast=True), lambda *_: (1, 1)).shape == (3, 24, 32)

@@ -1,7 +1,5 @@
 """Datasets of a user, named by `_target_`: classes and functions of this module."""
 
-from __future__ import annotations
-
 import random
 import sys
 
@@ -72,7 +70,6 @@ def test_torchvision_style_with_pillow_images():
     bundle = build("TorchvisionStyle", root="x")
     assert (inner(bundle.train).train, inner(bundle.val).train) == (True, False)
     assert (bundle.in_chans, bundle.img_size) == (3, (10, 20))
-    assert bundle.taxonomy is not None
     assert bundle.taxonomy.levels[0].classes == ("zero", "one", "two, deux")
     image, target = bundle.val[5]
     assert image.shape == (3, 10, 20)
@@ -90,7 +87,6 @@ def test_transparent_pillow_images_show_the_background():
     bundle = build_data(config, seed=0)
     found = [bundle.val[i][0].amax(dim=(1, 2)).tolist() for i in (0, 1)]
     assert found == [[255, 0, 51], [200, 0, 0]]
-    assert bundle.preprocessing is not None
     assert bundle.preprocessing.decoding == Decoding((255, 0, 51), fast=False)
 
 
@@ -103,15 +99,6 @@ def test_pillow_images_get_the_size_asked_for_or_one_for_all():
     assert grey.val[0][0].shape == (1, 10, 20)
 
 
-def varied(split):
-    return [(torch.zeros(2, 4, width), 0) for width in range(4, 8)]
-
-
-def test_image_tensors_of_different_sizes_have_their_channels_in_common():
-    bundle = build("varied")
-    assert (bundle.in_chans, bundle.img_size) == (2, None)
-
-
 def test_training_images_are_augmented_and_validation_images_are_not():
     bundle = build("TorchvisionStyle", root="x", augment=AugmentConfig(HFLIP=0.0, COLOR_JITTER=0.9))
     assert len({float(bundle.train[9][0][0].float().mean()) for _ in range(8)}) > 1
@@ -122,9 +109,7 @@ def test_training_images_are_augmented_and_validation_images_are_not():
     ("target", "expected"),
     [
         ((1, 2), [1, 2]),
-        ([0, -1], [0, -1]),
         (torch.tensor([1, 2]), [1, 2]),
-        (np.array([1, 2]), [1, 2]),
         ({"fine": 2, "coarse": 1}, [1, 2]),
         ({"coarse": 1}, [1, -1]),
     ],
@@ -178,15 +163,6 @@ def test_own_collate_function():
     assert (bundle.in_chans, bundle.img_size) == (3, (4, 4))
 
 
-def test_an_error_while_reading_keeps_its_cause():
-    bundle = build("Failing", num_classes=2, length=40)
-    assert bundle.train[0][1].tolist() == [0]
-    with pytest.raises(DataError) as caught:
-        bundle.train[3]
-    assert isinstance(caught.value.__cause__, OSError)
-    assert "Traceback" in "".join(caught.value.__notes__)
-
-
 class Labelled(Samples):
     """Targets for all samples; reading one is a mistake."""
 
@@ -197,7 +173,6 @@ class Labelled(Samples):
 @pytest.mark.parametrize(
     ("targets", "taxonomy", "expected"),
     [
-        ([0, 1, 2, 0, 1, 2], None, [[0], [1], [2], [0], [1], [2]]),
         (torch.tensor([0, 1, 2, 0, -1, 2]), None, [[0], [1], [2], [0], [-1], [2]]),
         ([(0, 1), (1, 2)] * 3, TAXONOMY, [[0, 1], [1, 2]] * 3),
         ([{"coarse": 1}, {"coarse": 0, "fine": 2}] * 3, TAXONOMY, [[1, -1], [0, 2]] * 3),
@@ -207,11 +182,9 @@ def test_targets_of_all_samples(targets, taxonomy, expected):
     dataset = Labelled("train", targets=targets)
     levels = taxonomy or Taxonomy((Level("class", ("0", "1", "2")),))
     wrapped = UserDataset(dataset, "Own", levels, raw=False)
-    assert wrapped.targets is not None
     assert wrapped.targets.tolist() == expected
     assert wrapped.targets.dtype == torch.int64
     part = UserDataset(Subset(dataset, [4, 0]), "Own", levels, raw=False)
-    assert part.targets is not None
     assert part.targets.tolist() == [expected[4], expected[0]]
 
 
@@ -219,5 +192,4 @@ def test_a_target_transform_is_applied():
     dataset = Labelled("train", targets=[5, 6] * 3, target_transform=lambda target: target - 5)
     levels = Taxonomy((Level("class", ("0", "1")),))
     found = UserDataset(dataset, "Own", levels, raw=False).targets
-    assert found is not None
     assert found.tolist() == [[0], [1]] * 3

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,21 +14,6 @@ from linnaeus.data.taxonomy import (
 )
 
 NAMES = st.sampled_from(["a", "b", "c", "unknown"])
-
-
-def test_classes_are_sorted_and_know_their_parents():
-    lineages = [
-        ("Plantae", "oak"),
-        ("Animalia", "unknown"),
-        ("Plantae", "unknown"),
-        ("Animalia", "cat"),
-    ]
-    taxonomy = index_labels(["kingdom", "species"], lineages).taxonomy
-    assert taxonomy.names == ("kingdom", "species")
-    assert taxonomy.num_classes == {"kingdom": 2, "species": 4}
-    assert taxonomy.levels[0].classes == ("Animalia", "Plantae")
-    assert taxonomy.levels[1].classes == ("cat", "Animalia/unknown", "oak", "Plantae/unknown")
-    assert taxonomy.parents == ((0, 0, 1, 1),)
 
 
 def test_an_unknown_parent_takes_the_only_class_of_that_name():
@@ -91,29 +73,3 @@ def test_a_class_under_several_parents_needs_its_parent():
     )
     assert both.encode(("x", "z")) == (0, 1)
     assert both.encode((None, "z")) == (UNKNOWN, 1)
-
-
-class CountedReads(dict[Any, int]):
-    """A table that counts the passes over all of its classes."""
-
-    num_passes = 0
-
-    def __iter__(self):
-        self.num_passes += 1
-        return super().__iter__()
-
-    def items(self):
-        self.num_passes += 1
-        return super().items()
-
-
-def test_a_lookup_does_not_scan_all_classes():
-    """Names without parents are found in tables that are read once."""
-    num = 200
-    lineages = [(f"g{i}", f"s{i}") for i in range(num)]
-    index = index_labels(["genus", "species"], [*lineages, *((None, s) for _, s in lineages)])
-    tables = tuple(CountedReads(table) for table in index.lookup)
-    counted = LabelIndex(index.taxonomy, tables)
-    species = index.taxonomy.levels[1].classes
-    assert [counted.encode((None, name))[1] for name in species] == [*range(num)]
-    assert sum(table.num_passes for table in tables) <= 2 * len(tables)

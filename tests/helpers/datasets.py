@@ -86,14 +86,6 @@ def single_items(split):
     return [{"image": torch.zeros(3), "label": 1}] * 4
 
 
-class InMappings(Samples):
-    classes = ("a", "b")
-
-    def __getitem__(self, index):
-        image, target = super().__getitem__(index)
-        return {"image": image}, target
-
-
 def different_classes(split):
     return Samples(split, classes=["a", "b"] if split == "train" else ["b", "a"])
 

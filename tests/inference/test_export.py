@@ -108,15 +108,6 @@ def test_networks_of_timm_as_computations(name, tmp_path):
         check_equal(program_outputs(program, batch, "probabilities"), expected)
 
 
-def test_a_program_gives_probabilities(tmp_path):
-    run = flat_run(tmp_path / "run")
-    exported = run.export("torch-export", tmp_path / "out" / "birds.pt2")
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["birds.pt2"]
-    batch = torch.rand(1, 3, 4, 4)
-    expected = {level: logits.softmax(1) for level, logits in outputs_of(run, batch).items()}
-    check_equal(program_outputs(exported.path, batch, "probabilities"), expected)
-
-
 @pytest.mark.slow
 def test_a_marginal_head_as_a_computation(tmp_path):
     """Its outputs are log-probabilities already, which do not add up to 1 where a parent is unknown."""

@@ -43,8 +43,7 @@ def figures(batches, taxonomy=TAXONOMY, *, are_logs=False):
     metrics = EvaluationMetrics(taxonomy, CPU, are_logs=are_logs)
     for logits, labels in batches:
         metrics.update(logits, labels, torch.zeros(()))
-    found = metrics.figures(World(CPU))
-    return found
+    return metrics.figures(World(CPU))
 
 
 def test_figures_are_those_of_torchmetrics():

@@ -167,7 +167,6 @@ def test_consent_calls_what_the_file_names():
     [
         FLAT,
         {"_target_": f"{__name__}.flat"},
-        {**FLAT, "extra": {"_target_": "torch.nn.GELU"}},
         {**FLAT, "extra": {"_target_": "collections.OrderedDict", "a": 1}},
         {**FLAT, "extra": {"_target_": "hydra.utils.get_class", "path": "torch.nn.GELU"}},
     ],
@@ -373,7 +372,8 @@ TRAIN = (
     "EXPERIMENT.NAME=small",
     "EXPERIMENT.DEVICE=cpu",
     "MODEL.NAME=test_resnet",
-    "DATA.DATASET.NUM_SAMPLES=32",
+    "DATA.DATASET={NAME: synthetic, NUM_SAMPLES: 32, NUM_SAMPLES_VAL: 16}",
+    "DATA.IMG_SIZE=32",
     "DATA.BATCH_SIZE=16",
     "DATA.NUM_WORKERS=0",
 )

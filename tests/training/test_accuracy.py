@@ -100,12 +100,6 @@ def test_values_against_numpy_for_any_batches_since_the_reset(batch_size):
     assert expected["macro/species"] != expected["top1/species"], "classes are not uneven"
 
 
-@pytest.mark.parametrize(("num_classes", "has_top5"), [(5, False), (6, True)])
-def test_top5_only_where_there_are_more_than_five_classes(num_classes, has_top5):
-    level = Level("species", tuple(map(str, range(num_classes))))
-    assert ("top5/species" in ClassificationMetrics(Taxonomy((level,))).names) is has_top5
-
-
 # --- consistency ---
 
 
@@ -195,15 +189,6 @@ def test_the_headline_is_the_finest_level_that_counts_or_the_loss(values, level_
 
 def loss_meter(*, scales=False):
     return LossMeter(World(CPU), torch.amp.GradScaler("cpu", enabled=scales))
-
-
-def test_the_mean_is_over_the_steps_since_the_last_line():
-    meter = loss_meter()
-    for loss in (1.0, 2.0, 6.0):
-        meter.add(torch.tensor(loss))
-    assert meter.drain() == 3.0
-    meter.add(torch.tensor(5.0))
-    assert meter.mean() == 5.0
 
 
 INF, NAN = float("inf"), float("nan")

@@ -26,7 +26,7 @@ class Uneven(Clusters):
 UNEVEN = (*PLAIN, f"DATA.DATASET._target_={__name__}.Uneven")
 
 
-@pytest.mark.parametrize("metric", ["macro/class", "f1/class", "loss"])
+@pytest.mark.parametrize("metric", ["macro/class", "loss"])
 def test_the_best_checkpoints_are_those_of_the_metric(run, tmp_path, metric):
     options = (f"TRAIN.BEST_METRIC={metric}", "TRAIN.KEEP_BEST=2", "TRAIN.EPOCHS=6")
     assert run(*UNEVEN, *options, "OPTIMIZER.LR=0.1").code == 0

@@ -87,14 +87,6 @@ def test_weights_of_presence_are_absent_over_present_labels():
     assert fixed.tolist() == [4, 4, 4, 4]
 
 
-@pytest.mark.parametrize("key", ["CLASS_WEIGHTS=effective", "LOGIT_ADJUSTMENT=1"])
-def test_several_labels_have_no_shares(key):
-    name, value = key.split("=")
-    keys = {name: float(value) if value == "1" else value}
-    with pytest.raises(ConfigError, match=rf"LOSS\.{name}.*several"):
-        statistics(torch.zeros(2, 4), SEVERAL, **keys)
-
-
 def test_sums_over_the_finest_classes_take_no_offsets():
     with pytest.raises(ConfigError, match=r"LOSS\.LOGIT_ADJUSTMENT.*MODEL\.HEAD"):
         assembled("DATA.DATASET.NAME=synthetic", "MODEL.HEAD=marginal", "LOSS.LOGIT_ADJUSTMENT=1")

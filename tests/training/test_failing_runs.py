@@ -95,7 +95,6 @@ FAULTS = {
     f"val {32 + 128 + 5}": (8, 128),  # the first batch is read twice, as it draws numbers
     f"train {32 + 32 * 5 + 16}": (5, 32),
     "backward 6": (5, 32),
-    "on_step_end 2": (2, 64),
     "on_epoch_end 2": (8, 128),
 }
 """The optimizer steps done, and the samples of the epoch, that the checkpoint then has."""
@@ -144,7 +143,6 @@ def test_a_failed_run_goes_on_after_its_last_step(
             4,
         ),
         ("on_step_end 7", ("TRAIN.LOG_EVERY=100",), 4),
-        ("on_step_end 1", (), 1),
     ],
 )
 def test_a_state_that_is_not_whole_is_not_saved(

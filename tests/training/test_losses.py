@@ -101,9 +101,8 @@ def test_probabilities_give_the_loss_of_the_labels_that_they_mix(kind, smoothing
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unknown_labels_add_nothing_and_count_in_the_divisor(kind):
-    """So the gradient does not depend on the split into micro-batches either."""
-    loss, outputs = built(kind, weighted=True, LABEL_SMOOTHING=0.1), logits()
+def test_unknown_labels_add_nothing(kind):
+    loss = built(kind, weighted=True, LABEL_SMOOTHING=0.1)
     unknown = torch.full((5, 2), -1)
     assert loss(logits(), unknown) == 0
     assert not any(part.any() for part in gradient(loss, unknown))
@@ -111,14 +110,6 @@ def test_unknown_labels_add_nothing_and_count_in_the_divisor(kind):
         coarse, fine = gradient(loss, targets)
         assert coarse.abs().sum(1).bool().tolist() == [True, True, False, True, False]
         assert fine.abs().sum(1).bool().tolist() == [True, True, True, False, False]
-    parts = [
-        (tuple(part[rows] for part in outputs), TARGETS[rows]) for rows in (slice(2), slice(2, 5))
-    ]
-    split = sum(loss(part, labels) * len(labels) / 5 for part, labels in parts)
-    for one, other in zip(
-        torch.autograd.grad(split, outputs), gradient(loss, TARGETS), strict=True
-    ):
-        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -264,7 +255,6 @@ def test_a_loss_of_torch_leaves_unknown_labels_out():
     ("target", "takes_labels", "takes_probabilities"),
     [
         (CROSS_ENTROPY, True, True),
-        ("timm.loss.BinaryCrossEntropy", True, True),
         ("torch.nn.NLLLoss", True, False),
         ("timm.loss.SoftTargetCrossEntropy", False, True),
         ("torch.nn.MSELoss", False, False),

@@ -55,6 +55,10 @@ def not_a_module(params=None):
 
 OUT_OF_MEMORY = {
     "by default": (greedy(8), 16),
+    "gradient checkpointing": (
+        ("MODEL._target_=tests.helpers.greedy.Switchable", "MODEL.largest=8"),
+        16,
+    ),
     "one sample": ((SPLIT, "MODEL.largest=-1"), 1),
     "BatchNorm": ((SPLIT, *greedy(1), "MODEL.norm=BatchNorm1d"), 3),
     "in an update": ((SPLIT, "MODEL.where=update", "MODEL.largest=8"), 16),

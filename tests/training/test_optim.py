@@ -39,19 +39,6 @@ def test_optimizers_by_the_names_of_timm(name, kind):
     assert {group["lr"] for group in optimizer.param_groups} == {0.25}
 
 
-def test_no_decay_on_biases_and_norms():
-    model = make_model()
-    optimizer = build_optimizer(OptimizerConfig(WEIGHT_DECAY=0.125), model)
-    decay = {
-        parameter: group["weight_decay"]
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    names = {name: decay[parameter] for name, parameter in model.named_parameters()}
-    assert {name for name, value in names.items() if value == 0.125} == {"0.weight", "3.weight"}
-    assert {value for name, value in names.items() if name not in ("0.weight", "3.weight")} == {0}
-
-
 def test_frozen_parameters_are_left_out():
     model = make_model()
     model[0].requires_grad_(False)

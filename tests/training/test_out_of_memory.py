@@ -3,20 +3,10 @@
 import pytest
 import torch
 
-from linnaeus.config.load import load_config
-from linnaeus.data.datasets import build_data
-from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import OutOfMemoryError
-from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import load_checkpoint
-from linnaeus.training.out_of_memory import (
-    SizeOrigin,
-    train_remedies,
-    update_remedies,
-    validation_remedies,
-)
 from tests.helpers.bits import bits
-from tests.helpers.greedy import OPTIONS, SPLIT, allocate_too_much, greedy, trainer_of
+from tests.helpers.greedy import SPLIT, allocate_too_much, greedy, trainer_of
 
 MODEL = "MODEL._target_=tests.helpers.greedy"
 
@@ -129,33 +119,3 @@ def test_another_error_is_raised_as_it_is(tmp_path, in_training):
     broken = (SPLIT, f"{MODEL}.Broken", f"MODEL.in_training={in_training}")
     with trainer_of(tmp_path, *broken) as trainer, pytest.raises(ZeroDivisionError):
         trainer.fit()
-
-
-def assembled(*argv):
-    config = load_config([*OPTIONS, *argv]).config
-    data, world = build_data(config.DATA, seed=0), World(torch.device("cpu"))
-    return config, assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
-
-
-@pytest.mark.parametrize(
-    ("argv", "size", "keys"),
-    [
-        ((), 16, {"KEY", "OTHER"}),
-        ((f"{MODEL}.Switchable",), 16, {"KEY", "OTHER", "TRAIN.GRADIENT_CHECKPOINTING"}),
-        ((f"{MODEL}.Switchable", "TRAIN.GRADIENT_CHECKPOINTING=True"), 16, {"KEY", "OTHER"}),
-        ((), 1, set()),
-        (("MODEL.norm=BatchNorm1d",), 2, set()),  # of one sample BatchNorm has no variance
-    ],
-)
-def test_only_remedies_with_an_effect_are_named(argv, size, keys):
-    config, assembly = assembled(*argv)
-    origin = SizeOrigin(size, "", "KEY", ("OTHER below 0.7",))
-    found = [*train_remedies(config.TRAIN, assembly, size, size, origin)]
-    assert {remedy.split()[0] for remedy in found} == {*keys, "a"}  # a smaller model always helps
-    assert ("KEY" in " ".join(validation_remedies(origin))) == (size > 1)
-
-
-@pytest.mark.parametrize("has_average", [True, False])
-def test_an_update_needs_less_without_an_average(has_average):
-    _, assembly = assembled(f"TRAIN.EMA.ENABLED={has_average}")
-    assert any("TRAIN.EMA.ENABLED" in remedy for remedy in update_remedies(assembly)) == has_average

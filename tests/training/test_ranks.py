@@ -96,7 +96,7 @@ def test_arrays_that_rank_0_reads_arrive_whole_on_all_ranks(ranks):
 LEVELS, NUM_CLASSES, NUM_FEATURES = ("family", "species"), (3, 8), 5
 EFFECTIVE_BATCH, ACCUMULATION_STEPS = 24, (1, 4)
 SPLITS = list(product(WORLD_SIZES, ACCUMULATION_STEPS))
-LOSSES = {"plain": ((1.0, 1.0), 0.0), "weighted and smoothed": ((1.0, 3.0), 0.1)}
+LEVEL_WEIGHTS, SMOOTHING = (1.0, 3.0), 0.1
 
 
 class MeanOverKnownLabels(TaxonomicCrossEntropy):
@@ -128,9 +128,7 @@ def effective_batch(dtype=torch.float32):
 def gradients(world):
     """The gradient of one optimizer step and its loss, for each split and each loss."""
     results = {}
-    for kind, (name, (weights, smoothing)), steps in product(
-        (TaxonomicCrossEntropy, MeanOverKnownLabels), LOSSES.items(), ACCUMULATION_STEPS
-    ):
+    for kind, steps in product((TaxonomicCrossEntropy, MeanOverKnownLabels), ACCUMULATION_STEPS):
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = []
@@ -139,23 +137,23 @@ def gradients(world):
                 p.grad.clone() for p in model.parameters()
             )
         )
-        step = plain_step(wrap(model, world), kind(LEVELS, weights, smoothing), optimizer)
+        step = plain_step(wrap(model, world), kind(LEVELS, LEVEL_WEIGHTS, SMOOTHING), optimizer)
         mine = [part[world.rank :: world.world_size].chunk(steps) for part in effective_batch()[:2]]
         loss = world.mean(step([Batch(*parts) for parts in zip(*mine, strict=True)], steps))
-        results[kind.__name__, name, world.world_size, steps] = found, float(loss)
+        results[kind.__name__, world.world_size, steps] = found, float(loss)
     return results
 
 
-def by_hand(name):
+def by_hand():
     """The gradient and the loss of the whole effective batch, in double precision."""
-    (inputs, targets, _), (weights, smoothing) = effective_batch(torch.float64), LOSSES[name]
+    inputs, targets, _ = effective_batch(torch.float64)
     model = make_model(torch.float64)
     loss = torch.zeros((), dtype=torch.float64)
     for level, logits in enumerate(model(inputs)):
         for sample, label in zip(logits, targets[:, level], strict=True):
             if label >= 0:
-                one = functional.cross_entropy(sample[None], label[None], label_smoothing=smoothing)
-                loss = loss + weights[level] / sum(weights) * one / EFFECTIVE_BATCH
+                one = functional.cross_entropy(sample[None], label[None], label_smoothing=SMOOTHING)
+                loss = loss + LEVEL_WEIGHTS[level] / sum(LEVEL_WEIGHTS) * one / EFFECTIVE_BATCH
     return list(torch.autograd.grad(loss, list(model.parameters()))), float(loss.detach())
 
 
@@ -165,22 +163,20 @@ def largest_error(found, expected):
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_no_split_of_an_effective_batch_changes_its_gradient_or_its_loss(ranks, name):
-    gradient, loss = by_hand(name)
+def test_no_split_of_an_effective_batch_changes_its_gradient_or_its_loss(ranks):
+    gradient, loss = by_hand()
     for world_size, steps in SPLITS:
         for rank in range(world_size):
-            found, found_loss = ranks[rank]["TaxonomicCrossEntropy", name, world_size, steps]
+            found, found_loss = ranks[rank]["TaxonomicCrossEntropy", world_size, steps]
             assert largest_error(found, gradient) < 1e-6, (world_size, steps)
             assert found_loss == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_mean_over_the_known_labels_has_another_gradient_for_each_split(ranks, name):
+def test_a_mean_over_the_known_labels_has_another_gradient_for_each_split(ranks):
     """Else the test above could not tell."""
-    whole, _ = ranks[0]["MeanOverKnownLabels", name, 1, 1]
+    whole, _ = ranks[0]["MeanOverKnownLabels", 1, 1]
     for split in SPLITS[:-2]:
-        found, _ = ranks[0]["MeanOverKnownLabels", name, *split]
+        found, _ = ranks[0]["MeanOverKnownLabels", *split]
         assert largest_error(found, whole) > 1e-3, split
 
 
@@ -196,19 +192,19 @@ SEVEN = Taxonomy(
 def validations(world):
     """The loss of a validation pass, for each batch size and each loss."""
     results = {}
-    for kind, (name, (weights, smoothing)), size in product(
-        (TaxonomicCrossEntropy, MeanOverKnownLabels), LOSSES.items(), VAL_BATCH_SIZES
-    ):
+    for kind, size in product((TaxonomicCrossEntropy, MeanOverKnownLabels), VAL_BATCH_SIZES):
         metrics = ClassificationMetrics(None)
         step = ValidationStep(
-            make_model().eval(), kind(LEVELS, weights, smoothing), Precision(CPU), metrics.update
+            make_model().eval(),
+            kind(LEVELS, LEVEL_WEIGHTS, SMOOTHING),
+            Precision(CPU),
+            metrics.update,
         )
         mine = [part[world.rank :: world.world_size].split(size) for part in effective_batch()[:2]]
         for parts in zip(*mine, strict=True):
             step(Batch(*parts))
         values = metrics.compute(world)
-        assert values is not None
-        results["validation", kind.__name__, name, world.world_size, size] = values["loss"]
+        results["validation", kind.__name__, world.world_size, size] = values["loss"]
     return results
 
 
@@ -258,16 +254,13 @@ def fill_sets(metrics, rank, world_size):
     return metrics
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(ranks, name):
-    _, loss = by_hand(name)
+def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(ranks):
+    _, loss = by_hand()
     for world_size, size in product(WORLD_SIZES, VAL_BATCH_SIZES):
         for rank in range(world_size):
-            found = ranks[rank]["validation", "TaxonomicCrossEntropy", name, world_size, size]
+            found = ranks[rank]["validation", "TaxonomicCrossEntropy", world_size, size]
             assert found == pytest.approx(loss, rel=1e-6), (world_size, size)
-    of_known = [
-        ranks[0]["validation", "MeanOverKnownLabels", name, 1, size] for size in VAL_BATCH_SIZES
-    ]
+    of_known = [ranks[0]["validation", "MeanOverKnownLabels", 1, size] for size in VAL_BATCH_SIZES]
     assert max(of_known) - min(of_known) > 1e-3, (
         "the samples would not tell a mean over known labels"
     )
@@ -286,7 +279,6 @@ def test_two_processes_compute_the_metrics_of_one(ranks):
     for rank in (0, 1):
         fill(alone, rank, 2)
     expected = alone.compute(World(CPU))
-    assert expected is not None
     assert len(expected) == 1 + 3 * 7 + 5
     for rank in (0, 1):
         assert ranks[rank]["values"] == expected
@@ -298,7 +290,6 @@ def test_several_labels_on_two_processes_have_the_figures_of_torchmetrics(
 ):
     metrics = fill_sets(ClassificationMetrics(SETS), 0, 1)
     scores, targets = (each[:, :3] for each in metrics.seen)  # the fourth class has no sample
-    assert metrics.compute(World(CPU)) is not None
     for function, name in (
         (multilabel_average_precision, "map/tag"),
         (multilabel_f1_score, "f1/tag"),
@@ -306,7 +297,6 @@ def test_several_labels_on_two_processes_have_the_figures_of_torchmetrics(
         expected = float(function(scores, targets, 3, ignore_index=-1))
         assert ranks[0]["sets"][name] == pytest.approx(expected, abs=1e-6)
     alone = metrics.compute(World(CPU))
-    assert alone is not None
     assert ranks[0]["sets"] == ranks[1]["sets"]
     assert {**alone, "loss": 0} == {**ranks[0]["sets"], "loss": 0}
 
@@ -335,9 +325,6 @@ def make_state():
             ),
             "half": noise[:7].bfloat16(),
             "flags": noise > 0,
-            "complex": torch.randn(3, dtype=torch.complex64, generator=generator),
-            "view": torch.randn(6, 8, generator=generator)[::2, 1::3],
-            "expanded": torch.ones(3, 1).expand(3, 5),
             "empty": torch.zeros(0, 4),
         },
         "optimizer": {

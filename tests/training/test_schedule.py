@@ -69,27 +69,17 @@ def test_rises_to_the_peak_then_never_rises(name, run):
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (ScheduleConfig(), 0),
         (ScheduleConfig(WARMUP_EPOCHS=0.5), 5),
         (ScheduleConfig(WARMUP_EPOCHS=2, WARMUP_STEPS=7), 7),
         (ScheduleConfig(WARMUP_EPOCHS=2, WARMUP_STEPS=0), 0),
         (ScheduleConfig(WARMUP_STEPS=31), 30),
-        (ScheduleConfig(WARMUP_FRACTION=0.1), 3),
         (ScheduleConfig(WARMUP_FRACTION=0.1, WARMUP_EPOCHS=2), 3),
         (ScheduleConfig(WARMUP_FRACTION=0.1, WARMUP_STEPS=7), 7),
         (ScheduleConfig("onecycle"), 9),
-        (ScheduleConfig("onecycle", WARMUP_EPOCHS=0), 0),
     ],
 )
 def test_length_of_the_warm_up(config, expected):
     assert configured_warmup(config, [10, 10, 10]) == expected
-
-
-def test_groups_keep_their_own_peaks():
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1.0, 4.0)]
-    optimizer = torch.optim.SGD(groups)
-    Schedule(ScheduleConfig(WARMUP_STEPS=2), optimizer, steps_per_epoch=[5], warmup_steps=2)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
 
 
 # The position decides.

@@ -2,7 +2,6 @@
 
 import copy
 import errno
-import gc
 import json
 import os
 import pickle
@@ -15,15 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from linnaeus.autobatch import nest
 from linnaeus.config.schema import DistConfig
 from linnaeus.inference.trained import load_run
-from linnaeus.models.shards import METADATA, ShardsWriter
+from linnaeus.models.shards import METADATA
 from linnaeus.models.weights import read_weights
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import CheckpointError, DataError
@@ -77,7 +74,6 @@ def train(state, world, steps):
         loss.backward()
         state.optimizer.step()
         state.optimizer.zero_grad()
-        assert state.ema is not None
         state.ema.on_update()
         losses.append(float(world.mean(loss.detach())))
     return losses
@@ -87,7 +83,6 @@ def save(checkpoints, state, world, step, **options):
     """As the trainer does."""
     content = {"state": state.state_dict()}
     if world.is_distributed:
-        assert state.ema is not None
         distribute_batchnorm(state.model, state.ema.module, world)
         content = checkpoints.save_shards(state.state_dict(), step, world)
     if world.is_main:
@@ -98,7 +93,6 @@ def restore(folder, world, norm=nn.BatchNorm1d):
     """A state of other weights, into which the latest checkpoint was loaded."""
     state = make_state(world, norm, seed=99)
     checkpoint = CheckpointFolder(folder, is_sharded=world.is_distributed).load_latest(world)
-    assert checkpoint is not None
     checkpoint.restore(state, world)
     return state
 
@@ -192,7 +186,6 @@ def refused_by_the_disk(folder, world):
     except CheckpointError as error:
         is_full = False
         latest = world.on_main(checkpoints.read_latest)
-        assert latest is not None
         return {"refused": str(error), "after": latest["progress"]["step"]}
     return {}
 
@@ -270,21 +263,6 @@ def test_a_disk_that_refuses_one_rank_ends_all_and_leaves_the_checkpoint_before(
         assert results["after"] == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*NoCloseWriter")  # torch's, from Python 3.13 on: closed twice
-def test_the_reason_of_a_disk_that_refuses_a_part_of_a_tensor_is_told(small_disk):
-    with (
-        pytest.warns(UserWarning, match="single process"),
-        pytest.raises(CheckpointException) as caught,
-    ):
-        dcp.save(
-            {"a": torch.zeros(2**20)}, storage_writer=ShardsWriter(small_disk / "a"), no_dist=True
-        )
-    ((reason, _),) = caught.value.failures.values()
-    assert getattr(reason, "errno", None) == errno.ENOSPC
-    del caught, reason
-    gc.collect()
-
-
 # --- damage ---
 
 
@@ -334,7 +312,6 @@ DAMAGES = {
     "a bit of the list": lambda folder: flip(newest_shards(folder) / METADATA),
     "a shard is short": lambda folder: truncate(newest_shards(folder) / "__1_0.distcp"),
     "a shard is missing": lambda folder: (newest_shards(folder) / "__1_0.distcp").unlink(),
-    "the list is missing": lambda folder: (newest_shards(folder) / METADATA).unlink(),
     "all is missing": lambda folder: shutil.rmtree(newest_shards(folder)),
     "code": plant,
 }
@@ -345,13 +322,11 @@ DAMAGES = {
 def test_instead_of_damaged_shards_those_before_are_taken(saved, damage, is_sharded):
     checkpoints = CheckpointFolder(saved, is_sharded=is_sharded)
     before = checkpoints.read_latest()
-    assert before is not None
     assert before["progress"]["step"] == 3
     damage(saved)
     with pytest.raises(CheckpointError):
         load_checkpoint(checkpoints.last)
     checkpoint = checkpoints.read_latest()
-    assert checkpoint is not None
     assert checkpoint["progress"]["step"] == 2
     assert not (saved / "owned").exists()
     shutil.rmtree(saved / "shards_00000002")
@@ -499,7 +474,6 @@ def states_by_step(rank, folder, num_steps):
         state = make_state(world)
         for step in range(num_steps):
             train(state, world, range(step, step + 1))
-            assert state.ema is not None
             distribute_batchnorm(state.model, state.ema.module, world)
             state_of_step = full(state)
             if world.is_main:
@@ -540,7 +514,6 @@ def test_killed_at_any_moment_of_saving_a_run_resumes_from_a_whole_checkpoint(tm
         assert codes in ([0, 0], [-9, -9]), log.read_text()
         kills += codes == [-9, -9]
         found = CheckpointFolder(folder).read_latest()
-        assert found is not None
         before, step = step, found["progress"]["step"]
         assert before <= step <= before + NUM_SAVES
         if step:

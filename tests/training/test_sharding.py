@@ -20,7 +20,6 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import SeededBatches
 from linnaeus.runtime.distributed import World
-from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.rng import seed_all
 from linnaeus.training.build import assemble
 from linnaeus.training.ddp import wrap
@@ -95,8 +94,7 @@ class Gpt(nn.Module):
         z = self.words(x)
         for block in self.blocks:
             z = block(z)
-        logits = self.head(self.out(z[:, -1] * self.scale).tanh())
-        return logits
+        return self.head(self.out(z[:, -1] * self.scale).tanh())
 
 
 class TiedBlocks(Gpt):
@@ -140,7 +138,6 @@ CASES = {
     "gpt, tied, Adam, clipped": (*GPT, *ADAM, CLIP),
 }
 ROUNDED = {
-    "autocast": (*VIT, "TRAIN.AMP=bf16"),
     "parameters": (*VIT, BF16),
     "sums": (*VIT, "DIST.REDUCE_DTYPE=bf16"),
 }
@@ -148,7 +145,6 @@ ROUNDED = {
 PLACED = {
     "default": GPT,
     "kept": (*GPT, "DIST.RESHARD_AFTER_FORWARD=False"),
-    "class": (*GPT, "DIST.SHARD_BLOCKS=[Block]"),
     "root": (*GPT, "DIST.SHARD_BLOCKS=[]"),
     "name": (*GPT, "DIST.SHARD_BLOCKS=['blocks.1','*.mlp']"),
 }
@@ -247,7 +243,7 @@ def work(rank, folder):
                     two_nodes if how == "hybrid" else world,
                     how,
                     *argv,
-                    num_steps=NUM_STEPS if num_ranks > 2 else NUM_STEPS // 2,
+                    num_steps=NUM_STEPS if num_ranks > 2 else FEW,
                 )
         if num_ranks == 2:
             results |= {
@@ -311,15 +307,13 @@ def test_more_ranks_that_share_a_model_train_it_as_with_copies(tmp_path, num_ran
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_bfloat16_stays_near_and_is_another_format(two, name):
-    exact, found = two["vit, float32", "full"]["losses"][:FEW], two[name]["losses"]
+    exact, found = two["vit, float32", "full"]["losses"], two[name]["losses"]
     assert 1e-5 < float(((found - exact).abs() / exact).max()) < 0.05
 
 
 def test_what_is_gathered_at_once_is_chosen_and_changes_no_result(two):
     modules = {name: Counter(two[name]["modules"]) for name in PLACED}
-    assert (
-        modules["default"] == modules["kept"] == modules["class"] == {"FSDPGpt": 1, "FSDPBlock": 2}
-    )
+    assert modules["default"] == modules["kept"] == {"FSDPGpt": 1, "FSDPBlock": 2}
     assert modules["name"] == {"FSDPGpt": 1, "FSDPBlock": 1, "FSDPSequential": 2}
     assert modules["root"] == {"FSDPGpt": 1}
     for name in PLACED:
@@ -338,10 +332,7 @@ BLOCKS = {
     "vit_tiny_patch16_224": {"Block": 12},
     "resnet50": {"Bottleneck": 16},
     "convnext_atto": {"ConvNeXtBlock": 12},
-    "swin_tiny_patch4_window7_224": {"SwinTransformerBlock": 12},
-    "efficientnet_b0": {"InvertedResidual": 15},
     "vgg11": {},
-    "regnetx_002": {},
 }
 
 
@@ -351,15 +342,13 @@ def kinds(model, patterns=None):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_timm(name):
-    # timm 1.0.27 computes the widths of a RegNet with tensors.
-    with torch.device("cpu" if "regnet" in name else "meta"):
+    with torch.device("meta"):
         assert kinds(timm.create_model(name)) == BLOCKS[name]
 
 
 def test_blocks_of_other_models():
     with torch.device("meta"):
         layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 3)
-        parts = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 4)}) for _ in range(2))
         assert kinds(layers) == {"TransformerEncoderLayer": 3}
         assert kinds(Gpt(3)) == {"Block": 2}
         assert kinds(nn.Sequential(Gpt(3), Gpt(3))) == {"Block": 4}, "the innermost"
@@ -367,10 +356,6 @@ def test_blocks_of_other_models():
             "without parts of their own"
         )
         assert kinds(nn.Sequential(Gpt(3), layers)) == {"Block": 2, "TransformerEncoderLayer": 3}
-        assert kinds(nn.Sequential(Gpt(3), layers.layers[0])) == {"Block": 2}, (
-            "one by itself is not repeated"
-        )
-        assert kinds(parts) == {}, "a dictionary is not called, only its parts are"
         assert kinds(Gpt(3), ["words", "b*.mlp", "LayerNorm"]) == {
             "Embedding": 1,
             "Sequential": 2,
@@ -389,28 +374,11 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("option", REFUSED)
-def test_a_key_that_does_not_go_with_sharding_is_one_error_for_several_ranks(option):
-    ranks = World(torch.device("cpu"), 0, 2, 2)
-    config = load_config(["DIST.SHARDING=full", option]).config
-    with pytest.raises(ConfigError, match=option.partition("=")[0]) as caught:
-        check_sharding(config.DIST, config.TRAIN, ranks)
-    assert caught.value.exit_code == 2
-    check_sharding(config.DIST, config.TRAIN, World(torch.device("cpu")))
-    check_sharding(load_config([option]).config.DIST, config.TRAIN, ranks)
-
-
-def test_a_model_that_cannot_be_shared_is_refused_by_a_key(two):
-    keys = {"a scalar": "DIST.SHARDING", "BatchNorm": "DIST.PARAM_DTYPE"}
-    for name, text in two["wrong"].items():
-        assert text.startswith("ConfigError"), text
-        assert f"- {keys.get(name, 'DIST.SHARD_BLOCKS')}: " in text
-
-
 def test_messages(golden, two, tmp_path):
     config = load_config(["DIST.SHARDING=hybrid", *REFUSED]).config
-    together = error_of(
-        check_sharding, config.DIST, config.TRAIN, World(torch.device("cpu"), 0, 2, 2)
-    )
+    ranks = World(torch.device("cpu"), 0, 2, 2)
+    together = error_of(check_sharding, config.DIST, config.TRAIN, ranks)
+    check_sharding(config.DIST, config.TRAIN, World(torch.device("cpu")))
+    check_sharding(load_config([*REFUSED[:-1]]).config.DIST, config.TRAIN, ranks)
     unknown = error_of(load_config, ["DIST.SHARDING=ful"])
     golden("sharding", {"keys": together, "a typo": unknown, **two["wrong"]}, here=__name__)

@@ -201,16 +201,6 @@ def test_autocast_lowers_the_layers_and_not_parameters_or_loss(dtype):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_images_come_in_the_memory_format_of_the_model(channels_last):
-    layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    model = Spy(layers)
-    batch = Batch(torch.randn(2, 2, 6, 6), torch.tensor([0, 1]))
-    make_step(model, precision=Precision(CPU, channels_last=channels_last))([batch])
-    assert model.inputs[0].is_contiguous(memory_format=torch.channels_last) is channels_last
-    assert torch.equal(model.inputs[0], batch.inputs)
-
-
 # --- what a step leaves behind ---
 
 

@@ -57,7 +57,7 @@ def test_waiting_counts_for_the_line_in_which_it_ends():
 
 @pytest.mark.parametrize(
     ("data_s", "compute_s", "is_slow"),
-    [(40.0, 60.0, True), (30.0, 70.0, False), (9.0, 1.0, False), (0.0, 0.0, False)],
+    [(40.0, 60.0, True), (30.0, 70.0, False), (0.0, 0.0, False)],
 )
 def test_advice_on_the_loader_from_a_third_of_the_time(data_s, compute_s, is_slow):
     advice = loader_advice({"data_s": data_s, "compute_s": compute_s}, 3)
