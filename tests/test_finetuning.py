@@ -63,6 +63,25 @@ def test_frozen_parts_train_from_their_epoch_on_and_resume(run, tmp_path):
     assert changed(tensors_after(whole, 1), weights(tmp_path / "runs/always")) == {"heads"}
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_unfreeze_and_resume_at_the_boundary(torchrun, tmp_path):
+    options = (
+        *FROZEN,
+        "DATA.BATCH_SIZE=24",
+        "TRAIN.EPOCHS=2",
+    )
+    outcome = torchrun(2, *options, "EXPERIMENT.NAME=whole")
+    assert outcome.code == 0, outcome.err
+    whole, folder = tmp_path / "runs/whole", tmp_path / "runs/resumed"
+    assert changed(tensors_after(whole, 1), tensors_after(whole, 2)) == {"heads"}
+    assert changed(tensors_after(whole, 2), tensors_after(whole, 3)) == {"backbone", "heads"}
+    resumed_at(2, whole, folder)
+    outcome = torchrun(2, *options, "EXPERIMENT.NAME=resumed")
+    assert outcome.code == 0, outcome.err
+    assert_same_bits(weights(whole), weights(folder))
+
+
 @pytest.mark.usefixtures("few_timed_steps")
 def test_autobatch_finds_the_size_of_the_unfrozen_model(run, tmp_path):
     options = (
@@ -117,3 +136,31 @@ def test_a_run_starts_from_another_with_its_preprocessing(run, tmp_path):
     assert outcome.code == 0, outcome.err
     assert "resumed with another" not in outcome.out
     assert json.loads((tmp_path / "runs/second/model.json").read_text()) == model
+
+
+@pytest.mark.e2e
+def test_layers_with_rates_of_their_own_resume_with_them(run, tmp_path):
+    options = (
+        *FROZEN,
+        "MODEL.FREEZE=none",
+        "TRAIN.UNFREEZE_EPOCH=null",
+        "OPTIMIZER.LAYER_DECAY=0.5",
+        "OPTIMIZER.HEAD_LR_SCALE=4",
+        "TRAIN.EPOCHS=2",
+    )
+    assert run(*options, "EXPERIMENT.NAME=whole").code == 0
+    resumed_at(3, tmp_path / "runs/whole", tmp_path / "runs/resumed")
+    assert run(*options, "EXPERIMENT.NAME=resumed").code == 0
+    assert_same_bits(weights(tmp_path / "runs/whole"), weights(tmp_path / "runs/resumed"))
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "runs/resumed/metrics.jsonl").read_text().splitlines()
+    ]
+    content = torch.load(tmp_path / "runs/resumed/checkpoints/step_00000004.pt", weights_only=True)
+    groups = content["state"]["optimizer"]["param_groups"]
+    [nominal] = [line["lr"] for line in lines if line["split"] == "train" and line["step"] == 5]
+    assert {group["lr_scale"] for group in groups} >= {4.0, 0.5, 0.25}
+    for group in groups:
+        assert group["lr"] == pytest.approx(nominal * group["lr_scale"], rel=1e-12)
+    [first, *_] = [line["lr"] for line in lines if line["split"] == "train"]
+    assert nominal < first

@@ -11,7 +11,7 @@ from linnaeus.runtime.errors import DataError
 from linnaeus.runtime.run_folder import read_state
 from linnaeus.training.schedule import lr_factor
 from tests.helpers.datasets import write_image
-from tests.helpers.runs import assert_same_bits, checkpoint_of, weights
+from tests.helpers.runs import SMALL, assert_same_bits, checkpoint_of, weights
 from tests.helpers.small_runs import NAME, PLAIN, Clusters, curve, lines_of, validations_of
 
 e2e = pytest.mark.e2e
@@ -190,6 +190,39 @@ def test_a_finished_run_changes_only_by_a_missing_result(run, tmp_path):
     assert len(lines_of(tmp_path / "runs/plain", "val")) == 2
 
 
+@pytest.mark.parametrize(
+    ("crash", "at_step", "samples"),
+    [
+        (crashed("train", 75), 9, 72),
+        pytest.param(
+            crashed("val", 1), 12, 96, marks=e2e
+        ),  # its steps are done, its validation is not
+        pytest.param(crashed("val", 120), 24, 96, marks=e2e),
+    ],
+)
+def test_a_run_that_died_within_an_epoch_ends_as_if_it_had_not(
+    run, tmp_path, crash, at_step, samples
+):
+    options = (*RESUMABLE, "TRAIN.CHECKPOINT_EVERY_STEPS=4")
+    assert run(*options, f"{NAME}whole").code == 0
+    assert run(*options, *crash).code == 1
+    folder = tmp_path / "runs/plain"
+    progress = checkpoint_of(folder)["progress"]
+    assert (progress["step"], progress["samples"]) == (at_step, samples)
+    assert progress["seconds"] > 0
+    outcome = run(*options)
+    assert outcome.code == 0, outcome.err
+    assert_same_bits(weights(folder), weights(tmp_path / "runs/whole"))
+    totals = re.findall(r"step \d+/(\d+)", outcome.err + outcome.out)
+    assert {*totals} == {"12"}, "also in the resumed epoch"
+    for split in ("train", "val"):
+        lines = [lines_of(tmp_path / "runs" / name, split) for name in ("whole", "plain")]
+        assert [(line["step"], line["loss"]) for line in lines[0]] == [
+            (line["step"], line["loss"]) for line in lines[1]
+        ]
+    assert (folder / "result.json").exists()
+
+
 STOPPING = (
     "TRAIN.EARLY_STOPPING.METRIC=loss",
     "TRAIN.EARLY_STOPPING.PATIENCE=2",
@@ -237,6 +270,17 @@ def test_schedule_and_early_stopping_resume_exactly(run, tmp_path, name):
         assert validations_of(plain) == [12, 24, 36, 48]
 
 
+def test_renamed_classes_are_refused_on_resuming(run, tmp_path):
+    names = [f"DATA.DATASET.LEVELS=[family,{name}]" for name in ("species", "kind")]
+    assert run(*SMALL, names[0], "TRAIN.EPOCHS=1").code == 0
+    before = files_of(tmp_path / "runs")
+    refused = run(*SMALL, names[1], "TRAIN.AUTO_RESUME=True")
+    assert refused.code == 2
+    assert "family, kind" in refused.err
+    assert files_of(tmp_path / "runs") == before
+    assert run(*SMALL, names[0], "TRAIN.AUTO_RESUME=True").code == 0
+
+
 PHOTOS = (
     "MODEL.NAME=test_resnet",
     "DATA.DATASET.NAME=imagefolder",
@@ -274,6 +318,9 @@ def test_added_and_removed_images_are_counted_on_resuming(run, tmp_path):
     (tmp_path / "photos/train/finch/0.png").unlink()
     (tmp_path / "photos/val/heron/0.png").rename(tmp_path / "photos/val/heron/20.png")
     assert said_of(run(*PHOTOS, "TRAIN.EPOCHS=3"), DATASET) == [[2, 7, 20, 25]]
+    (tmp_path / "photos/val/finch/0.png").unlink()
+    assert said_of(run(*PHOTOS, "TRAIN.EPOCHS=4"), DATASET) == [[1, 0, 25, 25]]
+    assert said_of(run(*PHOTOS, "TRAIN.EPOCHS=5"), DATASET) == []
 
 
 def test_images_never_change_their_split_on_resuming(run, tmp_path):
@@ -297,9 +344,16 @@ def test_images_in_another_folder_keep_their_splits(run, tmp_path):
     write_photos(tmp_path / "photos", range(20))
     assert run(*PHOTOS, "TRAIN.EPOCHS=1").code == 0
     (tmp_path / "photos").rename(tmp_path / "moved")
-    outcome = run(*PHOTOS, f"{DATASET}.ROOT=moved")
+    options = (*PHOTOS, f"{DATASET}.ROOT=moved")
+    outcome = run(*options)
     assert outcome.code == 0, outcome.err
     assert "split.csv" not in outcome.out, "no file is counted as gone or new"
+    (tmp_path / "moved").rename(tmp_path / "again")
+    write_photos(tmp_path / "again", range(20, 40))
+    options = (*PHOTOS, f"{DATASET}.ROOT=again", "TRAIN.EPOCHS=3")
+    refused = run(*options)
+    assert refused.code == 2, "the held-out part would be another one"
+    assert f"{DATASET}: " in refused.err
 
 
 class Growing(Clusters):

@@ -1,5 +1,7 @@
 """How the layout of a data set gives its splits and labels, and what is refused."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import shutil
@@ -20,10 +22,15 @@ FLAT = {"class": CLASSES}
     [
         ("Train", "Val"),
         ("Training", "Testing"),
+        ("training", "validation"),
+        ("train", "dev"),
+        ("TRAIN", "eval"),
         ("train_set", "test_set"),
         ("trainset", "ValSet"),
+        ("train_images", "val_images"),
         ("train2017", "val2017"),
         ("cub_train", "cub_test"),
+        ("Train-Birds", "Test-Birds"),
         ("seg_train/seg_train", "seg_test/seg_test"),
         ("birds/train", "birds/val"),
     ],
@@ -39,10 +46,23 @@ def test_folders_of_splits_are_no_level(tmp_path, train, val):
 
 
 @pytest.mark.parametrize(
-    "classes", [("car", "plane", "train"), ("test_tube", "train_station"), ("bus", "test", "train")]
+    ("names", "classes"),
+    [
+        (["{}"], ("car", "plane", "train")),
+        (["{}"], ("car", "train", "val")),
+        (["{}"], ("test_tube", "train_station")),
+        (["{}"], ("test", "train", "bus")),
+    ],
 )
-def test_classes_called_like_splits_are_classes(tmp_path, classes):
-    assert levels(build(folders(tmp_path, ["{}"], classes, num=5))) == {"class": classes}
+def test_classes_called_like_splits_are_classes(tmp_path, names, classes):
+    bundle = build(folders(tmp_path, names, classes, num=5))
+    assert levels(bundle) == {"class": tuple(sorted(classes))}
+
+
+def test_a_level_of_two_classes_stays_a_level(tmp_path):
+    folders(tmp_path, ["Animals"], ["cat", "dog", "unknown"])
+    folders(tmp_path, ["Plants"], ["elm", "oak", "unknown"])
+    assert [len(names) for names in levels(build(tmp_path)).values()] == [2, 6]
 
 
 def test_folders_that_hold_the_same_classes_are_refused(tmp_path):
@@ -95,7 +115,7 @@ def test_folders_of_runs_are_no_classes(tmp_path, run):
         build(tmp_path)
 
 
-@pytest.mark.parametrize("beside", ["unlabeled", "background/noise", "extra/{}"])
+@pytest.mark.parametrize("beside", ["unlabeled", "background/noise", "pred/x", "extra/{}", "car"])
 def test_train_beside_folders_without_classes_is_a_split(tmp_path, beside):
     folders(tmp_path, ["train"])
     folders(tmp_path, [beside], CLASSES if "{}" in beside else [""], num=30)
@@ -154,7 +174,11 @@ def animal(i):
     [
         ("split", ("val", "train", "train", "train")),
         ("Split", ("Validation", "Training", "Training", "Training")),
+        ("set", ("dev", "TRAIN", "TRAIN", "TRAIN")),
+        ("dataset", ("hold-out", "train", "train", "train")),
+        ("subset", ("test", "train", "train", "train")),
         ("is_valid", ("True", "False", "False", "False")),
+        ("is_valid", ("1", "0", "0", "0")),
         ("is_training_image", ("0", "1", "1", "1")),
     ],
 )
@@ -168,7 +192,7 @@ def test_a_column_of_splits_is_no_level(tmp_path, column, values):
 @pytest.mark.parametrize("names", [None, ["label"]])
 @pytest.mark.parametrize(
     ("column", "values"),
-    [("split", "01"), ("Phase", ("train", "extra")), ("kfold", "012")],
+    [("split", "01"), ("data_set", ("a", "b")), ("Phase", ("train", "extra")), ("kfold", "012")],
 )
 def test_a_column_named_like_splits_has_to_say_them(tmp_path, names, column, values):
     """Unless it is a label or the group, or another column is that of splits."""
@@ -177,11 +201,15 @@ def test_a_column_named_like_splits_has_to_say_them(tmp_path, names, column, val
     with pytest.raises(ConfigError, match=rf"SPLIT_COLUMN.*{column}.*{values[0]}.*LEVELS"):
         build(tmp_path, "manifest", LEVELS=names)
     assert list(levels(build(tmp_path, "manifest", LEVELS=[column]))) == [column]
+    bundle = build(tmp_path, "manifest", GROUP_COLUMN=column, VAL_FRACTION=0.5)
+    assert levels(bundle) == {"label": CLASSES}
     if values[0] == "0":
         bundle = build(tmp_path, "manifest", LEVELS=names, FOLD=1, SPLIT_COLUMN=column)
         assert paths(bundle.val)[0] == "img/3.jpg"
     table(tmp_path, f"image,label,{column},is_val", lambda i: f"{cells(i)},{i % 2}")
     assert sizes(build(tmp_path, "manifest", LEVELS=["label"])) == [12, 12]
+    table(tmp_path, f"image,label,moon_{column}", cells)
+    assert levels(build(tmp_path, "manifest", LEVELS=["label"])) == {"label": CLASSES}
 
 
 def test_columns_that_are_not_read_are_named(tmp_path):
@@ -192,7 +220,7 @@ def test_columns_that_are_not_read_are_named(tmp_path):
     assert not notes(build(tmp_path, "manifest", GROUP_COLUMN="site"), "not read")
 
 
-@pytest.mark.parametrize("column", ["patient", "CameraType", "photo_date"])
+@pytest.mark.parametrize("column", ["patient", "CameraType", "lesion_id", "uuid", "photo_date"])
 def test_groups_and_attributes_are_no_levels(tmp_path, column):
     """Whether they nest or not; alone, such a column is the label."""
     row = lambda i: f"{animal(i)},{animal(i)}{i // 12}"  # noqa: E731
@@ -201,6 +229,9 @@ def test_groups_and_attributes_are_no_levels(tmp_path, column):
         build(tmp_path, "manifest")
     assert levels(build(tmp_path, "manifest", GROUP_COLUMN=column)) == {"label": CLASSES}
     assert list(levels(build(tmp_path, "manifest", LEVELS=["label", column]))) == ["label", column]
+    table(tmp_path, f"image,{column},label", lambda i: f"{'AAB'[i % 3]},{animal(i)}")
+    with pytest.raises(ConfigError, match=rf"{column}: 2 values"):
+        build(tmp_path, "manifest")
     table(tmp_path, f"image,{column}", animal)
     assert levels(build(tmp_path, "manifest")) == {column: CLASSES}
     table(tmp_path, "image,label,form", row)
@@ -211,6 +242,7 @@ def test_groups_and_attributes_are_no_levels(tmp_path, column):
     ("cells", "separator"),
     [
         (("Mass|cat", "Mass|dog", "fox"), "|"),
+        (("a;b", "b", "a"), ";"),
         (("magpie;black", "tit", ";"), ";"),
         (('"a,b"', "b", "a"), ","),
         (("\"['a', 'it''s']\"", "\"['a', 'b']\"", "\"['b']\""), ","),
@@ -220,6 +252,7 @@ def test_several_labels_in_a_cell_are_no_class(tmp_path, cells, separator):
     table(tmp_path, "image\tlabel", lambda i: cells[i % 3])
     with pytest.raises(ConfigError, match=rf"label: .*LABEL_SEPARATOR '\{separator}'"):
         build(tmp_path, "manifest")
+    assert len(levels(build(tmp_path, "manifest", LEVELS=["label"]))["label"]) == 3
     names = levels(build(tmp_path, "manifest", LABEL_SEPARATOR=separator))["label"]
     assert not {*"".join(names)} & {*"[]|;,"}
     names = ("tench, Tinca tinca", "crane, Grus", "crane, machine")
@@ -250,6 +283,39 @@ def test_splits_in_manifests_of_their_own(tmp_path):
     assert sizes(build(tmp_path, "manifest")) == [10, 2]
 
 
+@pytest.mark.parametrize(
+    ("header", "cells", "look"),
+    [
+        ("label,width,height", lambda i: f"{animal(i)},{640 + i},{480 + i}", "width: 24 numbers"),
+        ("label,source", lambda i: f"{animal(i)},{'ab'[i // 3 % 2]}", "source: 2 values"),
+        ("label,part", lambda i: f"{animal(i)},one", "part: 1 value"),
+        ("label,uuid", lambda i: f"{animal(i)},u{i}", "uuid: 24 values"),
+        ("score", lambda i: f"{i / 7}", "score: 24 numbers"),
+    ],
+)
+def test_columns_that_are_no_levels_are_refused(tmp_path, header, cells, look):
+    table(tmp_path, f"image,{header}", cells)
+    with pytest.raises(ConfigError, match=rf"DATA\.DATASET\.LEVELS.*{look}"):
+        build(tmp_path, "manifest")
+    if header.startswith("label"):
+        assert levels(build(tmp_path, "manifest", LEVELS=["label"])) == {"label": CLASSES}
+
+
+def test_columns_that_nest_are_levels(tmp_path):
+    table(tmp_path, "image,family,species", lambda i: f"{'AAB'[i % 3]},{animal(i)}")
+    assert levels(build(tmp_path, "manifest")) == {"family": ("A", "B"), "species": CLASSES}
+    table(tmp_path, "image,label", lambda i: str(i % 3))
+    assert levels(build(tmp_path, "manifest")) == {"label": ("0", "1", "2")}
+
+
+def test_words_for_nothing_are_unknown_labels(tmp_path):
+    words = ("null", "dog", "nan", "None", "", "NA")
+    table(tmp_path, "image,label", lambda i: words[i % 6])
+    bundle = build(tmp_path, "manifest")
+    assert levels(bundle) == {"label": ("dog", "null")}
+    assert any("4 'None'" in line for line in bundle.report)
+
+
 def notes(bundle, text):
     """The lines of the report with a text."""
     return [line for line in bundle.report if text in line]
@@ -268,17 +334,19 @@ def test_a_class_may_have_the_name_of_an_unknown_label(tmp_path):
 NAMES = ("none", "None", "NA", "-", "null", "\\None", "\\\\nan", "cat")
 
 
-@pytest.mark.parametrize("kind", ["folders", "flags"])
+@pytest.mark.parametrize("kind", ["folders", "flags", "sets"])
 def test_the_split_of_a_run_has_its_classes(tmp_path, kind):
     if kind == "folders":
         bundle = build(folders(tmp_path / "images", ["{}"], NAMES, num=5))
     else:
+        more = "1" if kind == "sets" else "0"
         cells = [",".join("1" if j == i else "0" for j in range(8)) for i in range(7)]
-        cells += ["0,0,0,0,0,0,0,1"]
+        cells += [f"0,{more},0,0,0,0,0,1"]
         table(tmp_path, f"image,{','.join(NAMES)}", lambda i: cells[i % 8], num=80)
         bundle = build(tmp_path, "manifest")
     save_split(bundle, tmp_path / "split.csv")
-    again = build(tmp_path, "manifest", TRAIN="split.csv")
+    sets = {"LABEL_SEPARATOR": ";"} if kind == "sets" else {}
+    again = build(tmp_path, "manifest", TRAIN="split.csv", **sets)
     assert levels(again) == levels(bundle) == {"class": tuple(sorted(NAMES))}
     for one, other in ((bundle.train, again.train), (bundle.val, again.val)):
         assert one.targets.tolist() == other.targets.tolist()
@@ -294,18 +362,22 @@ def test_an_unusable_test_split_is_noted(tmp_path):
     with pytest.raises(DataError, match="test: 2 levels"):
         build(tmp_path / "deep", TEST="test")
     table(tmp_path, "image,label", animal)
-    for content in ("", "image,label\nimg/0.jpg,\n", "photo,label\nx,cat\n"):
+    for content in ("", "image,label\n", "image,label\nimg/0.jpg,\n", "photo,label\nx,cat\n"):
         (tmp_path / "test.csv").write_text(content)
         bundle = build(tmp_path, "manifest")
         assert (sum(sizes(bundle)), len(notes(bundle, "no test split"))) == (24, 1)
         with pytest.raises((ConfigError, DataError), match=r"test\.csv"):
             build(tmp_path, "manifest", TEST="test.csv")
+    words = ("train", "train", "val", "test")
+    table(
+        tmp_path, "image,label,split", lambda i: f"{animal(i) if i % 4 < 3 else ''},{words[i % 4]}"
+    )
+    (tmp_path / "test.csv").unlink()
+    assert sizes(build(tmp_path, "manifest")) == [12, 6]
 
 
-@pytest.mark.parametrize(
-    ("place", "endings"),
-    [("", [".JPG"]), ("images", [".JPG", ".jpg", ".png"]), ("train/more", [".Jpeg"])],
-)
+@pytest.mark.parametrize("endings", [[".JPG"], [".JPG", ".jpg", ".png"], [".Jpeg"]])
+@pytest.mark.parametrize("place", ["", "images", "train/more"])
 def test_names_without_an_ending(tmp_path, endings, place):
     files = [f"{i}.x{endings[i % len(endings)]}" for i in range(9)]
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
@@ -321,9 +393,10 @@ def test_names_without_an_ending(tmp_path, endings, place):
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
-def test_dialects_of_csv(tmp_path, separator):
-    table(tmp_path, f"Image{separator}Label", animal)
-    assert levels(build(tmp_path, "manifest")) == {"Label": CLASSES}
+@pytest.mark.parametrize("names", [("image", "label"), ("Image", "Label")])
+def test_dialects_of_csv(tmp_path, separator, names):
+    table(tmp_path, separator.join(names), animal)
+    assert levels(build(tmp_path, "manifest")) == {names[1]: CLASSES}
 
 
 def test_columns_of_flags_are_classes(tmp_path):
@@ -332,13 +405,28 @@ def test_columns_of_flags_are_classes(tmp_path):
     table(tmp_path, "image,car,train,bus", lambda i: one[i % 3])
     bundle = build(tmp_path, "manifest")
     assert levels(bundle) == {"class": ("bus", "car", "train")}
+    assert bundle.taxonomy is not None
     assert not bundle.taxonomy.is_multilabel
     several = ("1,0,1", "0,1,0", "0,0,0")
     table(tmp_path, "image,car,train,bus", lambda i: several[i % 3])
     bundle = build(tmp_path, "manifest")
+    assert bundle.taxonomy is not None
     assert bundle.taxonomy.is_multilabel
+    targets = dict(zip(paths(bundle.train), bundle.train.targets.tolist(), strict=True))
+    assert {tuple(targets.get(f"img/{i}.jpg", (1, 1, 0))) for i in range(0, 24, 3)} == {(1, 1, 0)}
     table(tmp_path, "image,label", lambda i: str(i % 2))
     assert levels(build(tmp_path, "manifest")) == {"label": ("0", "1")}
+    two = ("1,0", "0,1", "0,0")
+    table(tmp_path, "image,sick,rusty", lambda i: two[i % 3])
+    bundle = build(tmp_path, "manifest", LEVELS=["sick", "rusty"])
+    assert levels(bundle) == {"class": ("rusty", "sick")}
+    table(tmp_path, "image,height,sick,rusty,sex", lambda i: f"{i},{two[i % 3]},{i % 2}")
+    with pytest.raises(ConfigError, match=r"\[sick, rusty\]"):
+        build(tmp_path, "manifest")
+    table(tmp_path, "image,height,label", lambda i: f"{i},{animal(i)}")
+    with pytest.raises(ConfigError) as caught:
+        build(tmp_path, "manifest")
+    assert "[" not in str(caught.value)
 
 
 def test_paths_with_backslashes_and_missing_roots_are_named(tmp_path):
@@ -361,7 +449,7 @@ def test_a_level_that_most_images_lack_is_refused(tmp_path):
     assert list(levels(build(tmp_path))) == ["level1", "level2"]
 
 
-@pytest.mark.parametrize("name", ["@eaDir", "__MACOSX", ".thumbnails"])
+@pytest.mark.parametrize("name", ["@eaDir", "__MACOSX", ".thumbnails", "lost+found"])
 def test_folders_that_systems_make_are_not_read(tmp_path, name):
     folders(tmp_path, ["train", "val"])
     folders(tmp_path, [name, f"train/{name}", f"train/cat/{name}", f"val/dog/{name}"], [""])
@@ -374,6 +462,9 @@ def test_spellings_of_an_accented_letter_are_one_class(tmp_path):
     folders(tmp_path, ["val"], ["H\u00f6hle", "cat"])
     assert levels(build(tmp_path)) == {"class": ("H\u00f6hle", "cat")}
     assert build(tmp_path).train.targets.tolist() == [[0]] * 4 + [[1]] * 4
+    names = ("Ho\u0308hle", "H\u00f6hle", "cat")
+    table(tmp_path, "image,label", lambda i: names[i % 3])
+    assert levels(build(tmp_path, "manifest")) == {"label": ("H\u00f6hle", "cat")}
 
 
 def test_a_class_folder_that_is_not_utf8_is_named(tmp_path):
@@ -381,6 +472,13 @@ def test_a_class_folder_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "cat").rename(os.fsdecode(os.fsencode(tmp_path) + b"/f\xe9lin"))
     with pytest.raises(DataError, match=r"f\\xe9lin"):
         build(tmp_path)
+
+
+def test_a_run_says_its_levels_and_splits(tmp_path):
+    folders(tmp_path, ["Canidae"], ["dog", "fox"])
+    folders(tmp_path, ["Felidae"], ["cat", "lynx"])
+    report = build(tmp_path).report
+    assert all(part in report[0] for part in ("2 levels", "Felidae", "train", "val"))
 
 
 def test_what_is_not_read_is_counted_once(tmp_path):
@@ -394,6 +492,14 @@ def test_what_is_not_read_is_counted_once(tmp_path):
     assert "extra" in lines[0]
     heic = importlib.util.find_spec("pillow_heif") is not None
     assert (".heic 20" in lines[1], "no ending 1" in lines[1]) == (not heic, True)
+    shutil.rmtree(tmp_path / "extra")
+    (tmp_path / "val/dog/notes").unlink()
+    if not heic:
+        shutil.rmtree(tmp_path / "train/cat")
+        folders(tmp_path, ["train"], ["cat"], num=0)
+        (tmp_path / "train/cat/1.heic").touch()
+        with pytest.raises(DataError, match=r"cat.*\.heic 1"):
+            build(tmp_path)
 
 
 def test_folds_hold_out_each_image_once(tmp_path):
@@ -422,6 +528,21 @@ def test_a_column_of_folds_is_used(tmp_path):
     for fold, column in ((2, None), (4, "fold")):
         with pytest.raises(ConfigError, match=r"FOLD.*0, 1, 2, 3|0, 1, 2, 3.*FOLD"):
             build(tmp_path, "manifest", FOLD=fold, SPLIT_COLUMN=column)
+    table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i % 4}", name="test.csv", num=6)
+    assert sizes(build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN="fold")) == [18, 6, 6]
+
+
+@pytest.mark.parametrize("names", [None, ["label"]])
+def test_columns_of_folds_and_of_splits_are_told_apart(tmp_path, names):
+    words = ("train", "val", "train")
+    row = lambda i: f"{animal(i)},{i // 3 % 4},{words[i // 3 % 3]}"  # noqa: E731
+    table(tmp_path, "image,label,fold,split", row)
+    for name in (None, "split", "label", "image"):
+        with pytest.raises(ConfigError, match=r"FOLD|SPLIT_COLUMN"):
+            build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN=name, LEVELS=names)
+    bundle = build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN="fold", LEVELS=["label"])
+    assert (levels(bundle), sizes(bundle)) == ({"label": CLASSES}, [18, 6])
+    assert notes(bundle, "not read: split")
 
 
 def test_words_for_unknown_labels_are_counted_once(tmp_path):
@@ -434,7 +555,7 @@ def test_words_for_unknown_labels_are_counted_once(tmp_path):
 
 
 def test_groups_stay_on_one_side(tmp_path):
-    """A class in one group alone is trained on."""
+    """Whatever the order of the rows; a class in one group alone is trained on."""
 
     def row(i):
         return f"{animal(i // 4)},camera{i // 4}" if i < 44 else "owl,camera11"
@@ -453,5 +574,12 @@ def test_groups_stay_on_one_side(tmp_path):
     assert sorted(held) == sorted(path for path in group if group[path] != "camera11")
     expected = paths(build(tmp_path, "manifest", GROUP_COLUMN="Camera").val)
     assert 8 <= len(expected) <= 12
+    header, *rows = (tmp_path / "train.csv").read_text().splitlines()
+    (tmp_path / "train.csv").write_text("\n".join([header, *rows[::-1]]))
+    backwards = build(tmp_path, "manifest", GROUP_COLUMN="camera")
+    assert sorted(paths(backwards.val)) == sorted(expected)
+    for names in (None, ["label"]):
+        with pytest.raises(ConfigError, match="GROUP_COLUMN"):
+            build(tmp_path, "manifest", GROUP_COLUMN="place", LEVELS=names)
     with pytest.raises(ConfigError, match="GROUP_COLUMN"):
         build(tmp_path, GROUP_COLUMN="camera")

@@ -1,10 +1,12 @@
+from __future__ import annotations
+
 import os
 
 import pytest
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.datasets import build_data
-from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
 
 ROWS = """image,kingdom,species
@@ -41,6 +43,7 @@ def labels(bundle):
 
 def test_columns_are_levels_and_empty_cells_unknown(folder):
     bundle = build(folder)
+    assert bundle.taxonomy is not None
     assert bundle.taxonomy.names == ("kingdom", "species")
     assert bundle.taxonomy.levels[1].classes == ("cat", "lynx, wild", "oak")
     assert bundle.taxonomy.parents == ((0, 0, 1),)
@@ -72,17 +75,20 @@ def test_variants_of_the_file_mean_the_same(folder, change):
     expected = labels(build(folder))
     (folder / "train.csv").write_bytes(change(ROWS))
     bundle = build(folder)
+    assert bundle.taxonomy is not None
     assert bundle.taxonomy.levels[1].classes == ("cat", "lynx, wild", "oak")
     assert labels(bundle) == expected
 
 
 def test_levels_choose_and_order_the_columns(folder):
     taxonomy = build(folder, LEVELS=["species"]).taxonomy
+    assert taxonomy is not None
     assert taxonomy.names == ("species",)
     (folder / "train.csv").write_text(
         "a,path,b\nx,img/0.jpg,q\ny,img/1.jpg,p\nx,img/2.jpg,q\ny,img/3.jpg,p\n"
     )
     taxonomy = build(folder, LEVELS=["b", "a"], IMAGE_COLUMN="path").taxonomy
+    assert taxonomy is not None
     assert taxonomy.names == ("b", "a")
 
 
@@ -108,6 +114,16 @@ def test_paths_start_from_root_or_from_the_manifest(folder, tmp_path_factory):
     assert build(None, TRAIN=str(elsewhere)).train[0][0].shape == (3, 8, 8)
 
 
+def test_missing_and_damaged_images_are_left_out_and_named(folder):
+    (folder / "img" / "0.jpg").unlink()
+    (folder / "img" / "1.jpg").write_bytes(b"")
+    with pytest.raises(DataError, match=r"img/0\.jpg"):
+        labels(build(folder))
+    bundle = build(folder, on_bad_image="skip")
+    assert set(labels(bundle)) == {f"img/{i}.jpg" for i in (2, 3, 4, 5)}
+    assert all(name in " ".join(bundle.report) for name in ("img/0.jpg", "img/1.jpg"))
+
+
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_images_that_are_not_there_are_found_at_the_start(folder, run, monkeypatch, split):
     (folder / "val.csv").write_text(ROWS)
@@ -126,15 +142,54 @@ def test_images_that_are_not_there_are_found_at_the_start(folder, run, monkeypat
     build(folder)
 
 
-@pytest.mark.parametrize(("old", "new"), [(".jpg", ".png"), ("img/", "Img/")])
-def test_a_file_of_another_case_or_ending_is_named(folder, old, new):
+@pytest.mark.parametrize("place", ["train", "train_images", "images"])
+def test_a_table_of_ids_beside_a_folder_of_images(tmp_path, place):
+    for i in range(6):
+        write_image(tmp_path / place / f"{i}.jpg", seed=i)
+    rows = "".join(f"\n{'ab'[i % 2]},{i}" for i in range(6))
+    (tmp_path / "train.csv").write_text(f"label,id{rows}")
+    bundle = build(tmp_path)
+    assert bundle.taxonomy is not None
+    assert bundle.taxonomy.names == ("label",)
+    assert labels(bundle) == {f"{place}/{i}.jpg": [i % 2] for i in range(6)}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "there"),
+    [
+        ("0.jpg", "0.JPG", "img/0.jpg"),
+        (".jpg", ".png", "img/0.jpg"),
+        ("img/", "Img/", "img/0.jpg"),
+        ("img/0.jpg", "IMG/0.tif", "img/0.jpg"),
+    ],
+)
+def test_a_file_of_another_case_or_ending_is_named(folder, old, new, there):
     (folder / "train.csv").write_text(ROWS.replace(old, new))
-    with pytest.raises(DataError, match=rf"there is {folder}/img/0\.jpg"):
+    with pytest.raises(DataError, match=rf"there is {folder}/{there}"):
         build(folder)
     (folder / "train.csv").write_text(ROWS.replace("0.jpg", "gone.jpg"))
     with pytest.raises(DataError, match=r"gone\.jpg") as caught:
         build(folder)
     assert "there is" not in str(caught.value)
+
+
+def test_misspelled_levels_are_mistakes_of_the_configuration(folder):
+    with pytest.raises(ConfigError, match="'species'") as caught:
+        build(folder, LEVELS=["kingdm", "specie"])
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == (
+        ["DATA.DATASET.LEVELS"] * 2
+    )
+    assert caught.value.exit_code == 2
+
+
+def test_long_paths_are_read_and_those_of_no_file_refused(folder):
+    (folder / "train.csv").write_text(ROWS.replace("img/0.jpg", "12 " * 99))
+    with pytest.raises(DataError, match=r"1 of \d images not found"):
+        build(folder)
+    deep = "/".join(["a" * 99] * 3)
+    write_image(folder / deep / "0.jpg")
+    (folder / "train.csv").write_text(ROWS.replace("img/0.jpg", f"{deep}/0.jpg"))
+    assert f"{deep}/0.jpg" in labels(build(folder))
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
@@ -149,6 +204,13 @@ def test_images_that_occur_twice_are_counted(folder, split):
     (folder / "train.csv").write_text(ROWS.replace("img/0", "img/1"))
     (line,) = (line for line in build(folder).report if "several labels" in line)
     assert line.startswith("1 training image ")
+
+
+def test_a_label_is_one_line(folder):
+    (folder / "train.csv").write_text(ROWS.replace("cat", '"cat\nfish"'))
+    bundle = build(folder)
+    assert bundle.taxonomy is not None
+    assert "cat fish" in bundle.taxonomy.levels[1].classes
 
 
 def test_a_finished_run_reads_no_data(folder, run):

@@ -1,7 +1,10 @@
 """What is measured over the training files: the range of values, and mean and deviation of other channels."""
 
+from __future__ import annotations
+
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ import torch
 from PIL import Image
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
-from linnaeus.data.checked import MOST_IMAGES, measure_ranges
+from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_ranges
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image import DEFAULT_DECODING
 from linnaeus.data.image_files import ImageFiles
@@ -18,7 +21,7 @@ from linnaeus.inference.evaluation_data import EvaluationRequest, build_evaluati
 from linnaeus.inference.images import Reader
 from linnaeus.inference.trained import load_run
 from linnaeus.models.model_spec import ModelSpec
-from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
 
 
@@ -34,6 +37,7 @@ def depth(bundle):
 
 
 def decoding_of(bundle):
+    assert bundle.preprocessing is not None
     return bundle.preprocessing.decoding
 
 
@@ -97,10 +101,33 @@ def test_files_of_8_bits_and_damaged_ones_are_not_measured(tmp_path):
     assert depth(build(tmp_path, ON_BAD_IMAGE="skip")) is None
 
 
-def test_data_is_built_without_reading_files(tmp_path):
-    grey16(tmp_path, {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
-    assert depth(build(tmp_path, reads_images=False)) is None
-    assert depth(build(tmp_path)) == 12
+@pytest.mark.parametrize(("channels", "bits"), [(1, 12), (5, None)])
+def test_data_is_built_without_reading_files(tmp_path, channels, bits):
+    if channels == 1:
+        grey16(tmp_path, {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
+    else:
+        bands(tmp_path)
+    unread = build(tmp_path, channels, reads_images=False).preprocessing
+    read = build(tmp_path, channels).preprocessing
+    assert unread is not None
+    assert read is not None
+    assert unread.decoding.bit_depth is None
+    assert (read.decoding.bit_depth, read.mean) == (bits, (0.5,) * channels)
+
+
+def test_the_check_reads_values_as_the_run_does(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = grey16(tmp_path / "images", {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
+    words = ("data=imagefolder", "DATA.DATASET.ROOT=images", "DATA.DATASET.CHANNELS=1")
+    assert run("check-data", *words, "DATA.DECODE=exact").code == 0
+    bundle = build(root, DECODE="exact")
+    assert bundle.preprocessing is not None
+    images = bundle.train
+    for decoding, num_known in (
+        (bundle.preprocessing.decoding, len(images)),
+        (replace(bundle.preprocessing.decoding, bit_depth=16), 0),
+    ):
+        assert find_damaged(images.files, 1, decoding) == ({}, num_known)
 
 
 def arrays(root, make, split="", number=8):
@@ -120,11 +147,13 @@ def integers(low, high, dtype):
     ("make", "white"),
     [
         (integers(0, 256, np.int64), 255),
+        (integers(0, 256, np.int32), 255),
         (integers(0, 4096, np.int16), 4095),
         (integers(0, 100_000, np.int32), 2**17 - 1),
         (lambda generator: generator.random((40, 40)), 1),
         (lambda generator: generator.random((40, 40), np.float32) * 255, 255),
         (integers(0, 4096, np.float32), 4095),
+        (integers(0, 4096, np.float16), 4095),
     ],
 )
 def test_one_range_is_measured_for_all_files(tmp_path, make, white):
@@ -152,8 +181,11 @@ def test_one_range_is_measured_for_all_files(tmp_path, make, white):
     ("make", "ends"),
     [
         (integers(-1000, 3000, np.int16), ("-", "29")),
+        (lambda generator: generator.normal(size=(40, 40)), ("-", "2.")),
+        (lambda generator: generator.random((40, 40)) * -20 - 5, ("-24", "-5.")),
         (lambda generator: generator.random((40, 40)) * 1.5, ("0.", "1.4")),
         (integers(0, 2, np.int64), ("0", "1")),
+        (integers(30_000, 30_100, np.uint16), ("300", "300")),
         (lambda generator: generator.random((40, 40)) * 1e38, ("", "e+37")),
     ],
 )
@@ -211,6 +243,14 @@ def test_the_bit_depth_sets_the_range_of_integers_alone(tmp_path):
     assert (found.bit_depth, found.float_bits) == (12, 1)
 
 
+def test_integers_and_floats_have_ranges_apart(tmp_path):
+    arrays(tmp_path, lambda generator: generator.random((40, 40)))
+    arrays(tmp_path, integers(0, 4096, np.uint16), number=4)
+    bundle = build(tmp_path)
+    assert (depth(bundle), decoding_of(bundle).float_bits) == (12, 1)
+    assert len(range_lines(bundle)) == 2
+
+
 def bands(root, number=12, channels=5):
     """Array files of two classes, uint8 [channels, 20, 24]; gives the arrays."""
     generator = np.random.default_rng(0)
@@ -223,6 +263,27 @@ def bands(root, number=12, channels=5):
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, arrays[-1])
     return arrays
+
+
+@pytest.mark.parametrize("keys", [{"POLICY": "randaugment"}, {"COLOR_JITTER": 0.2}])
+def test_augmentation_of_colors_needs_colors(tmp_path, keys):
+    bands(tmp_path)
+    with pytest.raises(ConfigError, match=rf"DATA\.AUGMENT\.{next(iter(keys))}"):
+        build(tmp_path, 5, AUGMENT=AugmentConfig(**keys))
+
+
+def test_a_file_with_other_channels_is_named(tmp_path):
+    bands(tmp_path)
+    odd = tmp_path / "a" / "odd.npy"
+    np.save(odd, np.zeros((4, 20, 24), np.uint8))
+    bundle = build(tmp_path, 5)
+    files = [*bundle.train.files, *bundle.val.files]
+    items = [(split, i) for split in (bundle.train, bundle.val) for i in range(len(split))]
+    split, position = items[files.index(str(odd))]
+    with pytest.raises(DataError, match=r"DATA\.DATASET\.CHANNELS 5") as caught:
+        split[position]
+    assert str(odd) in str(caught.value)
+    assert "[4, 20, 24]" in str(caught.value)
 
 
 @pytest.mark.e2e
@@ -268,7 +329,7 @@ def as_written(spec):
     return ModelSpec.from_dict(json.loads(json.dumps(spec.as_dict())), Path("last.pt"))
 
 
-def test_the_range_is_saved(tmp_path):
+def test_the_range_is_saved_and_older_decodings_load(tmp_path):
     arrays(tmp_path, integers(0, 4096, np.float32))
     bundle = build(tmp_path)
     content = ModelSpec({}, bundle.index, 1, (16, 16), bundle.preprocessing).as_dict()
@@ -277,6 +338,13 @@ def test_the_range_is_saved(tmp_path):
     dark = tmp_path / "dark.npy"
     np.save(dark, np.full((16, 16), 255, np.float32))
     assert Reader(saved)(dark).max() < -0.8
+    decoding = content["preprocessing"]["decoding"]
+    content["preprocessing"]["decoding"] = {**decoding, "bit_depth": 16}
+    del content["preprocessing"]["decoding"]["float_bits"]
+    older = ModelSpec.from_dict(json.loads(json.dumps(content)), Path("last.pt"))
+    assert older.preprocessing is not None
+    assert older.preprocessing.decoding.bit_depth == 16
+    assert Reader(older)(dark).min() == 1
 
 
 def spec_of(bundle):
@@ -293,6 +361,7 @@ def test_all_commands_read_a_large_photo_alike(tmp_path, decode):
     bundle = build(tmp_path, 3, DECODE=decode, BACKGROUND=[10, 250, 90])
     spec = as_written(spec_of(bundle))
     assert spec.preprocessing == bundle.preprocessing
+    assert spec.preprocessing is not None
     assert spec.preprocessing.decoding.bit_depth == 12
     node = DatasetConfig(NAME="imagefolder", ROOT=str(tmp_path))
     request = EvaluationRequest(DataConfig(DATASET=node), spec.index, spec.preprocessing, 0, True)
@@ -302,3 +371,19 @@ def test_all_commands_read_a_large_photo_alike(tmp_path, decode):
         pixels = bundle.val[position][0]
         assert torch.equal(pixels, evaluated[position][0])
         assert torch.equal(spec.preprocessing.normalise()(pixels), read(file))
+
+
+def test_a_run_that_recorded_no_decoding_reads_as_before(tmp_path):
+    for name in ("train/a/0", "train/b/1", "val/a/2", "val/b/3"):
+        photo(tmp_path / f"{name}.jpg", (400, 300))
+    content = spec_of(build(tmp_path, 3)).as_dict()
+    del content["preprocessing"]["decoding"]
+    Image.new("RGBA", (16, 16), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    older, newer = ModelSpec.from_dict(content, Path("last.pt")), spec_of(build(tmp_path, 3))
+    exact = spec_of(build(tmp_path, 3, DECODE="exact"))
+    found = [Reader(spec)(tmp_path / "clear.png").unique().tolist() for spec in (older, newer)]
+    assert found == [[-1.0], [1.0]]
+    photos = [Reader(spec)(tmp_path / "val/a/2.jpg") for spec in (older, exact, newer)]
+    assert torch.equal(photos[0], photos[1])
+    assert not torch.equal(photos[0], photos[2])
+    assert (photos[0] - photos[2]).abs().mean() < 0.05

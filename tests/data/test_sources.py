@@ -1,8 +1,9 @@
 """Datasets of Hugging Face, WebDataset and Parquet, on files that these tests write."""
 
+from __future__ import annotations
+
 import io
 import json
-import pickle
 import tarfile
 from functools import partial
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from linnaeus.cli import check_data
 from linnaeus.cli.parser import Options
@@ -59,15 +61,16 @@ def in_parquet(folder, **options):
         hugging(numbers, **options).to_parquet(folder / f"{name}.parquet", batch_size=5)
 
 
-def in_tars(folder, ending="tar", mode="w"):
+def in_tars(folder, ending="tar", mode="w", members=None):
     """Two shards for training, and one for validation."""
     parts = {"train-000": range(7), "train-001": range(7, 12), "val-000": range(100, 106)}
     for name, numbers in parts.items():
         with tarfile.open(folder / f"{name}.{ending}", mode) as tar:
             for i in numbers:
-                labels = {"label": {"kingdom": KINGDOMS[i % 3], "name": CLASSES[i % 3]}}
+                labels = {"kingdom": KINGDOMS[i % 3], "name": CLASSES[i % 3]}
                 files = {"png": png(i), "cls": CLASSES[i % 3], "json": json.dumps(labels)}
-                for kind, content in files.items():
+                for kind in members or files:
+                    content = files[kind]
                     content = content if isinstance(content, bytes) else content.encode()
                     member = tarfile.TarInfo(f"./images/{i:03}.{kind}")
                     member.size = len(content)
@@ -110,15 +113,14 @@ def test_splits_images_and_classes_are_found(name, write, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "write"),
+    ("name", "write", "levels"),
     [
-        ("huggingface", partial(saved, nested=True)),
-        ("huggingface", partial(in_parquet, nested=True)),
-        ("webdataset", in_tars),
+        ("huggingface", partial(saved, nested=True), ["label.kingdom", "label.name"]),
+        ("huggingface", partial(in_parquet, nested=True), ["label.kingdom", "label.name"]),
+        ("webdataset", in_tars, ["kingdom", "name"]),
     ],
 )
-def test_several_columns_are_levels(name, write, tmp_path):
-    levels = ["label.kingdom", "label.name"]
+def test_several_columns_are_levels(name, write, levels, tmp_path):
     write(tmp_path)
     bundle = build(name, tmp_path, LEVELS=levels)
     assert bundle.taxonomy.names == tuple(levels)
@@ -126,11 +128,12 @@ def test_several_columns_are_levels(name, write, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "write"), [("huggingface", saved), ("webdataset", in_tars)])
-def test_a_copy_in_a_worker_reads_any_order_alike(name, write, tmp_path):
+def test_workers_read_any_order_alike(name, write, tmp_path):
     write(tmp_path)
-    data = pickle.loads(pickle.dumps(build(name, tmp_path).val))
+    data = build(name, tmp_path).val
     order = [3, 0, 5, 3, 1]
-    assert [int(data[i][0][0, 0, 0]) for i in order] == [100 + i for i in order]
+    loader = DataLoader(data, sampler=order, num_workers=1, multiprocessing_context="spawn")
+    assert [int(image[0, 0, 0, 0]) for image, _ in loader] == [100 + i for i in order]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +141,7 @@ def test_a_copy_in_a_worker_reads_any_order_alike(name, write, tmp_path):
     [
         ({"VAL": "tst"}, "DATA.DATASET.VAL"),
         ({"LEVELS": ["label1"]}, "DATA.DATASET.LEVELS"),
+        ({"IMAGE_COLUMN": "img"}, "DATA.DATASET.IMAGE_COLUMN"),
         ({"IMAGE_COLUMN": "label"}, "DATA.DATASET.IMAGE_COLUMN"),
     ],
 )
@@ -166,10 +170,22 @@ def test_one_split_is_divided_and_named_splits_are_used(tmp_path):
     assert [len(bundle.train), len(bundle.val)] == [6, 12]
 
 
+def test_a_missing_dataset_names_its_key(tmp_path):
+    pytest.importorskip("datasets")
+    with pytest.raises(ConfigError, match=r"DATA\.DATASET\.ROOT"):
+        build("huggingface", tmp_path / "none")
+
+
 @pytest.mark.parametrize("ending", ["tar", "tar.gz"])
 def test_compressed_tar_files_are_refused(ending, tmp_path):
-    in_tars(tmp_path, ending, "w:gz")
+    in_tars(tmp_path, ending=ending, mode="w:gz")
     with pytest.raises((ConfigError, DataError), match="gunzip"):
+        build("webdataset", tmp_path)
+
+
+def test_samples_of_tar_files_without_an_image(tmp_path):
+    in_tars(tmp_path, members=["cls"])
+    with pytest.raises(DataError, match="no image"):
         build("webdataset", tmp_path)
 
 
@@ -244,7 +260,8 @@ def members(number, stem="{}", first=0):
     ]
 
 
-@pytest.mark.parametrize(("split", "ending"), [("train", "tar.gz"), ("val", "tgz")])
+@pytest.mark.parametrize("ending", ["tar.gz", "tgz"])
+@pytest.mark.parametrize("split", ["train", "val"])
 def test_a_compressed_shard_beside_others_is_refused(split, ending, tmp_path):
     write_tar(tmp_path / "train-0000.tar", members(12))
     write_tar(tmp_path / f"{split}-0001.{ending}", members(6, first=12), "w:gz")
@@ -264,6 +281,12 @@ def test_a_sample_key_that_comes_twice_is_refused(more, tmp_path):
     write_tar(tmp_path / "train.tar", members(12) + more)
     with pytest.raises(DataError, match=r"train\.tar.*'[02]'"):
         build("webdataset", tmp_path)
+
+
+def test_members_of_a_sample_need_not_be_adjacent(tmp_path):
+    write_tar(tmp_path / "train.tar", members(12)[::2] + members(12)[1::2] + [("README", "text")])
+    bundle = build("webdataset", tmp_path, IMAGE_COLUMN="png")
+    assert [len(bundle.train) + len(bundle.val), len(bundle.report)] == [12, 2]
 
 
 def test_samples_of_tar_files_without_image_are_counted(tmp_path):
@@ -286,6 +309,18 @@ def test_tar_files_without_image_name_their_endings(tmp_path):
         build("webdataset", tmp_path)
 
 
+def test_nested_json_labels_of_tar_files_are_levels(tmp_path):
+    labels = [{"label": {"family": KINGDOMS[i], "species": CLASSES[i]}} for i in range(3)]
+    for split in ("train", "val"):
+        samples = [
+            m for i in range(12) for m in ((f"{i}.png", png(i)), (f"{i}.json", labels[i % 3]))
+        ]
+        texts = [(name, json.dumps(x) if isinstance(x, dict) else x) for name, x in samples]
+        write_tar(tmp_path / f"{split}.tar", texts)
+    bundle = build("webdataset", tmp_path, LEVELS=["label.family", "label.species"])
+    assert found(bundle) == {i: (KINGDOMS[i % 3], CLASSES[i % 3]) for i in range(12)}
+
+
 def missing_image(folder, image, *, in_parquet):
     """A dataset whose fifth row has no image."""
     datasets = pytest.importorskip("datasets")
@@ -298,7 +333,9 @@ def missing_image(folder, image, *, in_parquet):
 
 
 @pytest.mark.parametrize("in_parquet", [False, True])
-@pytest.mark.parametrize("image", [None, {"bytes": b"", "path": "4.png"}])
+@pytest.mark.parametrize(
+    "image", [None, {"bytes": b"", "path": None}, {"bytes": b"", "path": "4.png"}]
+)
 def test_a_row_without_an_image_is_a_damaged_image(image, in_parquet, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "known"))
     (tmp_path / "data").mkdir()
@@ -316,7 +353,15 @@ def test_a_row_without_an_image_is_a_damaged_image(image, in_parquet, tmp_path, 
     assert len(samples) == 11
 
 
-@pytest.mark.parametrize("root", ["/none/x", "birds.parquet", "a/b"])
+def test_the_log_names_only_columns_that_are_used(tmp_path):
+    hugging(range(12)).add_column("caption", ["x"] * 12).save_to_disk(tmp_path / "one")
+    report = build("huggingface", tmp_path / "one", LEVELS=["label"]).report
+    assert [line for line in report if "caption" in line] == [
+        line for line in report if "not read" in line
+    ]
+
+
+@pytest.mark.parametrize("root", ["/none/x", "./none", "~/none", "a/b/c", "birds.parquet", "a/b"])
 def test_a_root_that_is_nowhere_is_said_to_be_no_folder(root, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

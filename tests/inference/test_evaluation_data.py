@@ -1,10 +1,14 @@
 """Data of an evaluation: labels are those of the run, whatever classes, order and levels the data has."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from torch.utils.data import Dataset
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.datasets import build_data
+from linnaeus.data.split_file import save_split
 from linnaeus.data.taxonomy import LabelIndex, index_labels
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.inference.evaluation_data import (
@@ -12,6 +16,7 @@ from linnaeus.inference.evaluation_data import (
     build_evaluation_data,
 )
 from linnaeus.runtime.errors import ConfigError, DataError
+from tests.helpers.datasets import write_image
 
 PREPROCESSING = Preprocessing(3, (8, 8), 1.0, (0.5,) * 3, (0.5,) * 3)
 NESTED = index_labels(
@@ -35,7 +40,19 @@ def build(index, *, own=False, skip=False, **dataset):
 
 def labels(data):
     targets = data.bundle.val
-    return targets.targets.tolist()
+    found = targets.targets.tolist()
+    return found
+
+
+def test_a_manifest_with_images_that_are_not_there_is_refused(tmp_path):
+    files(tmp_path, "1.png", "2.png")
+    manifest = tmp_path / "val.csv"
+    manifest.write_text("image,species\n1.png,fox\n2.png,wolf\n")
+    options = {"NAME": "manifest", "TRAIN": str(manifest), "VAL": str(manifest)}
+    assert labels(build(FLAT, **options)) == [[0], [3]]
+    (tmp_path / "2.png").unlink()
+    with pytest.raises(DataError, match=r"2\.png"):
+        build(FLAT, **options)
 
 
 def refuse_to_run():
@@ -86,11 +103,50 @@ def test_folders_are_matched_from_the_finest_level(tmp_path, index, paths, expec
         (["train/cats/lion/1.png", "test/dogs/wolf/1.png"], False, [[1, 3]]),
         (["test/dogs/wolf/1.png"], False, [[1, 3]]),
         (["val/dogs/fox/1.png"], True, [[1, 2]]),
+        (["train/cats/lion/1.png"], False, [[0, 0]]),
     ],
 )
 def test_the_split_that_is_evaluated(tmp_path, paths, own, expected):
     data = build(NESTED, own=own, NAME="imagefolder", ROOT=str(files(tmp_path, *paths)))
     assert labels(data) == expected
+
+
+def test_what_is_not_read_is_noted(tmp_path):
+    (tmp_path / "val.csv").write_text("image,species\n1.png,fox\n1.png,nan\n")
+    files(tmp_path, "1.png")
+    data = build(FLAT, NAME="manifest", VAL=str(tmp_path / "val.csv"))
+    assert any("1 'nan'" in line for line in data.bundle.report)
+    root = files(tmp_path / "images", "train/fox/1.png", "val/fox/1.png", "more/fox/1.png")
+    files(root, "val/fox/notes.txt")
+    report = build(FLAT, NAME="imagefolder", ROOT=str(root)).bundle.report
+    assert any("more" in line for line in report)
+    assert any(".txt 1" in line for line in report)
+
+
+@pytest.mark.parametrize("bad", ["raise", "skip"])
+def test_images_of_the_runs_split_that_are_gone(tmp_path, bad):
+    """They are an error at the start, or left out; where all are gone, the dataset is read instead."""
+    for i in range(8):
+        write_image(
+            tmp_path / "images" / f"{('fox', 'lion', 'lynx', 'wolf')[i % 4]}/{i}.png", seed=i
+        )
+    config = DataConfig(
+        DATASET=DatasetConfig(NAME="imagefolder", ROOT=str(tmp_path / "images"), VAL_FRACTION=0.5),
+        ON_BAD_IMAGE=bad,
+    )
+    bundle = build_data(config, seed=0)
+    held_out = bundle.val.files
+    save_split(bundle, tmp_path / "split.csv")
+    request = EvaluationRequest(
+        config, bundle.index, PREPROCESSING, 0, True, split_file=tmp_path / "split.csv"
+    )
+    assert len(labels(build_evaluation_data(request))) == len(held_out) == 4
+    Path(held_out[0]).unlink()
+    if bad == "skip":
+        assert len(labels(build_evaluation_data(request))) == 3
+    else:
+        with pytest.raises(DataError, match="1 of 4 images not found"):
+            build_evaluation_data(request)
 
 
 def write_table(folder, header, rows, name="test.csv"):
@@ -103,7 +159,9 @@ def write_table(folder, header, rows, name="test.csv"):
     ("header", "rows", "levels", "expected"),
     [
         ("image,species,family", ["wolf,dogs", ",cats", "lynx,"], None, [[1, 3], [0, -1], [-1, 1]]),
+        ("image,species", ["wolf", ""], None, [[1, 3], [-1, -1]]),
         ("image,family", ["dogs"], None, [[1, -1]]),
+        ("image,species", ["wolf"], ["family", "species"], [[1, 3]]),
         ("image,species", ["wolf"], ["order", "family", "species"], [[1, 3]]),
         ("image,a,b", ["dogs,fox"], ["a", "b"], [[1, 2]]),
     ],
@@ -124,7 +182,7 @@ def test_unknown_classes_are_left_out_when_asked(tmp_path):
         build(NESTED, skip=True, NAME="manifest", VAL=path)
 
 
-class Named(Dataset):
+class Named(Dataset[Any]):
     """A user's dataset: sample i has the class i."""
 
     def __init__(self, split, classes):

@@ -1,6 +1,8 @@
 """Weights of another run, or of a file with a backbone or a whole model."""
 
 import argparse
+import logging
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +66,7 @@ def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path):
         expected = (average or source).state_dict()
         assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
         assert str(folder / f"{name}.pt") in line
+        assert "94 tensors" in line
         assert ("EMA" in line) == (average is not None)
 
 
@@ -72,6 +75,7 @@ def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path):
     [
         (BEFORE, SAME_NAMES, []),
         (BEFORE, OTHER_NAMES, ["species"]),
+        (BEFORE, MORE_NAMES, ["species"]),
         (BEFORE, ONE_LEVEL, []),
         (None, OTHER_NAMES, []),
         (None, MORE_NAMES, ["species"]),
@@ -83,7 +87,11 @@ def test_heads_are_copied_where_the_classes_are_the_same(tmp_path, spec, taxonom
     torch.save(checkpoint(source, spec=spec), tmp_path / "a.pt")
     model, line = built(taxonomy=taxonomy, WEIGHTS=str(tmp_path / "a.pt"))
     untrained, _ = built(taxonomy=taxonomy)
+    num_tensors = 90 + 2 * (len(taxonomy.levels) - len(new))
+    assert f"{num_tensors} tensors" in line
     assert (" new head" in line) == bool(new)
+    assert ("by class names" in line) == (spec is not None and len(new) < len(taxonomy.levels))
+    assert ("does not name them" in line) == (spec is None and len(new) < len(taxonomy.levels))
     for index, level in enumerate(taxonomy.levels):
         weight = model.heads[index].weight
         if level.name in new:
@@ -124,15 +132,11 @@ def is_loaded(model, state):
 
 
 @pytest.mark.parametrize(
-    ("key", "prefix"),
-    [
-        ("", "model."),
-        ("model_state_dict", ""),
-        ("net", "net."),
-        ("checkpoint.model.weights", "timm_model."),
-        ("ema", "model.backbone."),
-        ("what.ever", "module._orig_mod.a.b."),
-    ],
+    "key", ["", "model_state_dict", "net", "checkpoint.model.weights", "ema", "what.ever"]
+)
+@pytest.mark.parametrize(
+    "prefix",
+    ["", "model.", "net.", "encoder.", "timm_model.", "model.backbone.", "module._orig_mod.a.b."],
 )
 def test_backbones_load_from_any_nesting_and_prefix(tmp_path, key, prefix):
     state = random_state(7)
@@ -152,7 +156,14 @@ def test_backbones_load_from_any_nesting_and_prefix(tmp_path, key, prefix):
     assert all(f"{part}." in line for part in prefix.split(".") if part)
 
 
-@pytest.mark.parametrize("average", ["state_dict_ema", "swa_model"])
+def test_wrappers_of_inner_modules_are_left_out(tmp_path):
+    state = random_state(7)
+    wrapped = {name.replace("layer1.", "layer1._orig_mod."): each for name, each in state.items()}
+    torch.save(wrapped, tmp_path / "a.pt")
+    assert is_loaded(built(WEIGHTS=str(tmp_path / "a.pt"))[0], state)
+
+
+@pytest.mark.parametrize("average", ["state_dict_ema", "model_ema", "ema", "swa_model"])
 def test_a_whole_average_is_taken_before_the_weights(tmp_path, average):
     weights, averaged = random_state(7), random_state(8)
     path = tmp_path / "a.pt"
@@ -164,6 +175,27 @@ def test_a_whole_average_is_taken_before_the_weights(tmp_path, average):
     part = {name: tensor for name, tensor in averaged.items() if "layer1" in name}
     torch.save({"state_dict": weights, average: part, "schema": averaged}, path)
     assert is_loaded(built(WEIGHTS=str(path))[0], weights)
+
+
+def test_a_prefix_hides_no_names_that_timm_translates(tmp_path):
+    """Facebook's names of ConvNeXt, in a module that is called `model`."""
+    own = random_state(7, "test_convnext")
+    names = {"stem": "downsample_layers.0", "head.norm": "norm", "head.fc": "head"}
+    foreign = {}
+    for name, tensor in own.items():
+        for ours, theirs in names.items():
+            if name.startswith(f"{ours}."):
+                name = name.replace(ours, theirs, 1)
+                break
+        else:
+            name = re.sub(r"stages\.(\d)\.blocks\.", r"stages.\1.", name)
+            name = re.sub(r"stages\.(\d)\.downsample\.", r"downsample_layers.\1.", name)
+            name = name.replace("conv_dw", "dwconv").replace("mlp.fc", "pwconv")
+        foreign[f"model.{name}"] = tensor
+    torch.save(foreign, tmp_path / "a.pt")
+    model, line = built("test_convnext", WEIGHTS=str(tmp_path / "a.pt"))
+    assert is_loaded(model, own)
+    assert "'model.'" in line
 
 
 def test_checkpoints_of_timms_training_script_load(tmp_path):
@@ -205,9 +237,13 @@ def test_code_in_a_file_is_named_and_does_not_run(tmp_path, monkeypatch):
     ("key", "value", "is_loaded"),
     [
         ("state.model", 5, False),
+        ("state.ema", 5, False),
         ("state.ema", {"module": [3]}, False),
         ("model_spec.model", {"LORA": 5}, False),
+        ("model_spec.model", {"NAME": 5}, True),
+        ("model_spec.taxonomy", 5, True),
         ("model_spec.taxonomy", {"levels": [{"name": [], "classes": [{}, []]}]}, True),
+        ("model_spec.taxonomy", {"levels": [{"name": "species", "classes": ["lion"] * 9}]}, True),
         ("model_spec.preprocessing", {"size": 5, "decoding": 5}, True),
     ],
 )
@@ -220,6 +256,15 @@ def test_an_odd_checkpoint_is_loaded_or_refused(tmp_path, key, value, is_loaded)
     assert with_preprocessing(DataConfig(), node)[1] is None
     with nullcontext() if is_loaded else pytest.raises(ConfigError, match=r"last\.pt"):
         built(WEIGHTS=node.WEIGHTS)
+
+
+def test_timm_lists_no_names_in_the_terminal(tmp_path, caplog):
+    torch.save(random_state(7, "test_vit"), tmp_path / "a.pt")
+    with pytest.raises(ConfigError):
+        built(WEIGHTS=str(tmp_path / "a.pt"))
+    assert not caplog.records
+    logging.getLogger("timm.models._builder").warning("timm is heard again")
+    assert caplog.records
 
 
 @pytest.mark.parametrize("has_same_names", [True, False])
@@ -275,12 +320,21 @@ def pretrained(name="resnet18"):
         (pretrained(), data_of(), RESNET),
         (pretrained("vit_tiny_patch16_384"), data_of(), LARGE),
         (pretrained("eva02_base_patch14_448"), data_of(), {"IMG_SIZE": 448, "RESIZE": "squash"}),
+        (pretrained("volo_d1_384"), data_of(), {"CROP_FRACTION": 1.0}),
+        (pretrained(), data_of(IMG_SIZE=64), {**RESNET, "IMG_SIZE": 64}),
         (
             pretrained(),
-            data_of(IMG_SIZE=64, MEAN=[0.4] * 3, RESIZE="squash"),
-            {**RESNET, "IMG_SIZE": 64, "MEAN": [0.4] * 3, "RESIZE": "squash"},
+            data_of(MEAN=[0.4] * 3, CROP_FRACTION=1.0, INTERPOLATION="bilinear", RESIZE="squash"),
+            {
+                **RESNET,
+                "MEAN": [0.4] * 3,
+                "CROP_FRACTION": 1.0,
+                "INTERPOLATION": "bilinear",
+                "RESIZE": "squash",
+            },
         ),
         (pretrained(), data_of(channels=5), {**RESNET, "MEAN": None, "STD": None}),
+        (pretrained(), data_of(channels=1), RESNET),
         (
             pretrained(),
             data_of("digits"),

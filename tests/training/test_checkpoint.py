@@ -53,6 +53,7 @@ def train(state, num_steps):
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad()
+        assert state.ema is not None
         state.ema.on_update()
 
 
@@ -107,6 +108,7 @@ def test_training_goes_on_bit_for_bit(checkpoints):
     seed_all(99)
     resumed = make_state()
     checkpoint = checkpoints.read_latest()
+    assert checkpoint is not None
     resumed.load_state_dict(checkpoint["state"])
     set_rng_state(checkpoint["rng"][0], CPU)
     train(resumed, 4)
@@ -115,16 +117,35 @@ def test_training_goes_on_bit_for_bit(checkpoints):
     assert state.state_dict().keys() >= {"model", "criterion", "optimizer", "scaler", "ema"}
 
 
+class Malicious:
+    """Runs code when it is unpickled by somebody careless."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_code_in_a_file_is_not_run(tmp_path):
+    torch.save({"progress": Malicious(tmp_path / "owned")}, tmp_path / "last.pt")
+    with pytest.raises(CheckpointError):
+        load_checkpoint(tmp_path / "last.pt")
+    assert not (tmp_path / "owned").exists()
+
+
 @pytest.mark.parametrize("part", ["model", "optimizer", "scaler", "ema"])
-def test_a_state_that_does_not_fit_is_a_checkpoint_error(part):
+@pytest.mark.parametrize("content", [{"scale": 1.0}, {"param_groups": [5], "state": 3}])
+def test_a_state_that_does_not_fit_is_a_checkpoint_error(part, content):
     with pytest.raises(ConfigError, match=rf"\b{part}\b"):
-        make_state().load_state_dict(make_state().state_dict() | {part: {"scale": 1.0}})
+        make_state().load_state_dict(make_state().state_dict() | {part: content})
 
 
 def test_an_average_that_is_new_starts_from_the_weights():
     saved, state = make_state().state_dict(), make_state()
     del saved["ema"]
     state.load_state_dict(saved)
+    assert state.ema is not None
     assert bits(state.ema.state_dict()) == bits({"module": saved["model"], "num_updates": 0})
 
 
@@ -219,6 +240,7 @@ def test_the_state_is_read_once_and_let_go_of(checkpoints, monkeypatch):
 
     monkeypatch.setattr(torch, "load", spy)
     checkpoint = checkpoints.load_latest(World(CPU))
+    assert checkpoint is not None
     assert any(tensor() is not None for tensor in tensors)
     checkpoint.restore(other, World(CPU))
     gc.collect()
@@ -251,6 +273,18 @@ def test_the_newest_numbered_checkpoints_are_kept(tmp_path):
         assert names(tmp_path) == own | theirs
 
 
+def test_a_file_copied_over_the_last_one_changes_no_other(tmp_path):
+    checkpoints = CheckpointFolder(tmp_path, keep=2)
+    checkpoints.save(whole(0, 10))
+    checkpoints.save(whole(0, 20), is_best=True)
+    checkpoints.last.write_bytes((tmp_path / "step_00000010.pt").read_bytes())  # as `cp` does
+    steps = {
+        name: load_checkpoint(tmp_path / name)["progress"]["step"]
+        for name in ("last.pt", "best.pt", "step_00000020.pt")
+    }
+    assert steps == {"last.pt": 10, "best.pt": 20, "step_00000020.pt": 20}
+
+
 def test_the_newest_checkpoint_that_is_left_is_read(tmp_path):
     """A numbered one, the previous one, the best one."""
     checkpoints = CheckpointFolder(tmp_path, keep=1)
@@ -272,6 +306,7 @@ def test_what_a_rank_without_memory_has_saved_is_the_newest(tmp_path):
     checkpoints.save_for_next_attempt(whole(0, 25))
     for resumed in (25, 30):
         checkpoint = CheckpointFolder(tmp_path).load_latest(World(CPU))
+        assert checkpoint is not None
         assert checkpoint.entries["progress"]["step"] == resumed
         save_steps(checkpoints, 30)
     assert names(tmp_path) == {"last.pt", "previous.pt"}

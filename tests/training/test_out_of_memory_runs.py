@@ -52,6 +52,7 @@ RUN = (
     "TRAIN.AUTO_RESUME=True",
 )
 """Three epochs of six steps of 16 samples."""
+IN_VALIDATION = ("MODEL._target_=tests.helpers.greedy.GreedyInValidation", "MODEL.largest=8")
 SAYS_SPLIT = "taken again"
 
 
@@ -206,3 +207,18 @@ def test_torchrun_restarts_the_ranks_until_they_fit(tmp_path):
     assert outcome.code == 0, outcome.err
     assert checkpoint_of(tmp_path / "runs/plain")["micro_batch_limit"] == 4
     assert curve(tmp_path / "runs/plain")[0] == list(range(1, 10))
+
+
+@pytest.mark.slow
+def test_validation_of_one_rank_that_runs_out_of_memory_ends_all_and_keeps_the_checkpoint(
+    tmp_path,
+):
+    model = (*IN_VALIDATION, "MODEL.from_sample=70", "MODEL.rank=1")
+    ended = two_ranks(tmp_path, *model, SPLIT)
+    assert ended.code != 0
+    assert "rank 1: out" in ended.err
+    folder = tmp_path / "runs/plain"
+    assert checkpoint_of(folder)["progress"]["epoch"] == 1
+    again = two_ranks(tmp_path, *model, SPLIT, "DATA.BATCH_SIZE_VAL=8")
+    assert again.code == 0, again.err
+    assert curve(folder)[0] == list(range(1, 10))

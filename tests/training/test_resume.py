@@ -15,7 +15,9 @@ from linnaeus.training.resume import (
     changes_of,
     check_changes,
     find_checkpoint,
+    is_finished,
     restore_generators,
+    resumed_nodes,
     resumed_progress,
 )
 from tests.helpers.contents import whole
@@ -46,6 +48,13 @@ def refusal(resume_with, now, before=None):
     return str(caught.value)
 
 
+def test_nodes_are_plain_values_that_a_checkpoint_can_hold(tmp_path):
+    nodes = resumed_nodes(Config(MODEL={"_target_": "a.B", "width": 3}))
+    assert nodes["MODEL"]["width"] == 3
+    torch.save(nodes, tmp_path / "nodes.pt")
+    assert torch.load(tmp_path / "nodes.pt", weights_only=True) == nodes
+
+
 @pytest.mark.parametrize(("value", "is_refused"), [(None, False), (0.5, True)])
 def test_a_key_that_the_checkpoint_does_not_know_has_its_default(tmp_path, value, is_refused):
     before, now = nodes_of(), nodes_of(OPTIMIZER_LAYER_DECAY=value)
@@ -57,7 +66,37 @@ def test_a_key_that_the_checkpoint_does_not_know_has_its_default(tmp_path, value
             find_checkpoint(folder, now, None, ALONE)
         return
     checkpoint = find_checkpoint(folder, now, None, ALONE)
+    assert checkpoint is not None
     assert checkpoint.changes == []
+
+
+RATES = {
+    "OPTIMIZER_LR": (0.01, ("0.002", "0.01")),
+    "OPTIMIZER_LR_SCALING": ("linear", ("none", "linear")),
+    "SCHEDULE_WARMUP_STEPS": (3, ("None", "3")),
+}
+OTHERS = {
+    "OPTIMIZER_NAME": ("sgd", ("adamw", "sgd")),
+    "OPTIMIZER_KWARGS": ({"betas": [0.8]}, ("not set", "0.8")),
+}
+
+
+@pytest.mark.parametrize("option", RATES | OTHERS)
+def test_another_rate_is_refused_unless_it_is_asked_for_and_another_optimizer_always(
+    option, caplog
+):
+    value, texts = (RATES | OTHERS)[option]
+    now = nodes_of(**{option: value})
+    message = refusal(None, now)
+    assert option.replace("_", ".", 1) in message
+    assert all(text in message for text in texts)
+    assert ("TRAIN.RESUME_WITH" in message) == (option in RATES)  # a remedy
+    if option in OTHERS:
+        assert "OPTIMIZER.LR (" not in refusal("lr", nodes_of(**{option: value}, OPTIMIZER_LR=0.5))
+        return
+    with caplog.at_level("INFO"):
+        check_changes(changes_of(nodes_of(), now), "lr")
+    assert option.replace("_", ".", 1) in caplog.text
 
 
 def test_an_optimizer_of_the_users_own_may_change_its_rate():
@@ -65,6 +104,34 @@ def test_an_optimizer_of_the_users_own_may_change_its_rate():
     assert "OPTIMIZER.lr" in refusal(None, now, before)
     check_changes(changes_of(before, now), "lr")
     assert "OPTIMIZER._target_" in refusal("lr", nodes_of(), before)
+
+
+def test_model_and_loss_may_change_where_the_state_fits(tmp_path):
+    checkpoints = CheckpointFolder(tmp_path)
+    checkpoints.save(whole(config=nodes_of(), state={}))
+    now = nodes_of(MODEL_DROP_RATE=0.5, LOSS_LABEL_SMOOTHING=0.1)
+    checkpoint = find_checkpoint(checkpoints, now, None, ALONE)
+    assert checkpoint is not None
+    assert [change.split()[0] for change in checkpoint.changes] == [
+        "MODEL.DROP_RATE",
+        "LOSS.LABEL_SMOOTHING",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("epochs_done", "num_epochs", "has_result", "finished"),
+    [(3, 3, True, True), (3, 2, True, True), (2, 3, True, False), (3, 3, False, False)],
+)
+def test_a_run_is_finished_when_its_epochs_and_its_result_are_there(
+    tmp_path, epochs_done, num_epochs, has_result, finished
+):
+    if has_result:
+        (tmp_path / "result.json").write_text("{}")
+    progress, train = (
+        TrainingProgress(epochs_done),
+        dataclasses.replace(Config().TRAIN, EPOCHS=num_epochs),
+    )
+    assert is_finished(progress, train, tmp_path / "result.json", ALONE) is finished
 
 
 def test_generators_are_restored_on_as_many_ranks_and_seeded_on_others():
