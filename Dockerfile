@@ -1,4 +1,4 @@
-# Not built yet: only its pip and linnaeus commands were run, outside a container.
+# This image was never built or run.
 #   docker build -t linnaeus . && docker run --rm --gpus all linnaeus      (without a GPU, omit --gpus all)
 FROM python:3.12-slim
 WORKDIR /linnaeus

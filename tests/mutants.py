@@ -321,6 +321,13 @@ MUTANTS = (
         "tests/training/test_sharded_checkpoint.py",
     ),
     Mutant(
+        "shards outside a checkpoint's folder are read",
+        "models/shards.py",
+        "if path.resolve().parent != folder.resolve():",
+        "if False:",
+        "tests/training/test_sharded_checkpoint.py",
+    ),
+    Mutant(
         "an image above the limit is read",
         "data/image.py",
         "if num_pixels > decoding.max_pixels:",

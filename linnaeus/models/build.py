@@ -246,8 +246,10 @@ def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, i
     return int(features.shape[-1])
 
 
-def check_takes_sides(model: nn.Module, name: str, in_chans: int, sides: Iterable[int]) -> None:
-    """Raise `ConfigError` for a side of DATA.IMG_SIZE_SCHEDULE whose images the model does not take."""
+def check_takes_sides(
+    model: nn.Module, name: str, in_chans: int, sides: Iterable[int], key: str
+) -> None:
+    """Raise `ConfigError`, which names the key or option, for a side that the model does not take."""
     model.eval()
     for side in sides:
         try:
@@ -255,7 +257,7 @@ def check_takes_sides(model: nn.Module, name: str, in_chans: int, sides: Iterabl
                 model(torch.zeros(1, in_chans, side, side))
         except Exception as error:
             raise ConfigError(
-                f"DATA.IMG_SIZE_SCHEDULE: {name} cannot take images of side {side}: "
+                f"{key}: {name} cannot take images of side {side}: "
                 f"{first_line(error)}. Choose multiples of its patch or stride, or a MODEL.NAME "
                 "that takes several sizes: a convolutional network, or a ViT or Swin of timm"
             ) from error

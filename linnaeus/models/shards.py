@@ -74,10 +74,13 @@ class ShardsReader(FileSystemReader):
     Args:
         file: the checkpoint.
         entry: its entry `shards`: the folder's name, and the checksum of `.metadata` in it.
+
+    Raises:
+        BadZipFile: the folder, or a file that its `.metadata` names, lies elsewhere.
     """
 
     def __init__(self, file: Path, entry: dict[str, Any]) -> None:
-        self.folder = file.resolve().parent / entry["folder"]
+        self.folder = _member(file.resolve().parent, entry["folder"])
         self._checksum = entry["checksum"]
         super().__init__(self.folder)
 
@@ -87,6 +90,8 @@ class ShardsReader(FileSystemReader):
         if zlib.crc32(data) != self._checksum:
             raise zipfile.BadZipFile(f"the checksum of {self.folder.name}/{METADATA} is wrong")
         metadata: Metadata = _Unpickler(io.BytesIO(data)).load()
+        for name in {place.relative_path for place in metadata.storage_data.values()}:
+            _member(self.folder, name)
         return metadata
 
     def read_whole(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -130,6 +135,14 @@ class ShardsWriter(FileSystemWriter):
             return super().write_data(*arguments)
         except RuntimeError as error:
             raise error.__context__ or error from None
+
+
+def _member(folder: Path, name: str) -> Path:
+    """Return the path of a file or folder directly in a folder, given by name; links may not lead out."""
+    path = folder / name
+    if path.resolve().parent != folder.resolve():
+        raise zipfile.BadZipFile(f"it names {name!r}, which is not in {folder}")
+    return path
 
 
 class _Unpickler(pickle.Unpickler):

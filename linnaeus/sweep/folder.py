@@ -162,7 +162,7 @@ class Sweep:
         return (
             is_number
             and all(isinstance(text, str) for text in texts)
-            and all(Path(name).name == name and "\0" not in name for name in names)
+            and all(Path(name).name == name != ".." and "\0" not in name for name in names)
         )
 
     def check(self) -> None:

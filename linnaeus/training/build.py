@@ -166,7 +166,7 @@ def assemble(
     )
     if sides:
         name = model_node["_target_"] if is_target(model_node) else model_node.NAME
-        check_takes_sides(model, name, data.in_chans or 1, sides)
+        check_takes_sides(model, name, data.in_chans or 1, sides, "DATA.IMG_SIZE_SCHEDULE")
     check_loss_takes_outputs(loss_node, model)
     freezing = build_freezing(model_node, model, config.UNFREEZE_EPOCH)
     freezing.freeze()

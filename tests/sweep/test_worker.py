@@ -137,6 +137,17 @@ def test_a_sweep_is_known_by_its_file(tmp_path, run):
     assert (refused.code, "sweep.json" in refused.err) == (2, True)
 
 
+@pytest.mark.parametrize("name", ["..", "../other", "/other", "a/b"])
+def test_a_sweep_has_no_runs_outside_its_folder(run, name):
+    sweep = planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
+    assert run("sweep", str(sweep.folder), "--status").code == 0
+    content = json.loads((sweep.folder / "sweep.json").read_text())
+    content["runs"][0]["name"] = name
+    (sweep.folder / "sweep.json").write_text(json.dumps(content))
+    refused = run("sweep", str(sweep.folder), "--status")
+    assert (refused.code, "sweep.json" in refused.err) == (2, True)
+
+
 def test_the_second_signal_kills_a_run(tmp_path):
     code = (
         "import pathlib, signal\n"

@@ -288,11 +288,34 @@ def flip_a_value(folder):
 
 def plant(folder):
     """Code that runs when the list of tensors is unpickled by somebody careless, with a fitting checksum."""
-    metadata = newest_shards(folder) / METADATA
-    metadata.write_bytes(pickle.dumps(Malicious(folder / "owned")))
-    content = torch.load(folder / "last.pt", weights_only=True)
-    content["shards"]["checksum"] = zlib.crc32(metadata.read_bytes())
-    torch.save(content, folder / "last.pt")
+    rewrite_metadata(folder, Malicious(folder / "owned"))
+
+
+def rewrite_metadata(folder, content):
+    """Write a list of tensors, with a fitting checksum in the checkpoint."""
+    data = pickle.dumps(content)
+    (newest_shards(folder) / METADATA).write_bytes(data)
+    rewrite_entry(folder, checksum=zlib.crc32(data))
+
+
+def rewrite_entry(saved, **changes):
+    content = torch.load(saved / "last.pt", weights_only=True)
+    content["shards"] |= changes
+    torch.save(content, saved / "last.pt")
+
+
+def move_out(folder):
+    return newest_shards(folder).rename(folder.parent / "outside")
+
+
+def move_a_shard_out(folder):
+    """The list names intact shards outside the folder."""
+    outside = (newest_shards(folder) / "__0_0.distcp").rename(folder.parent / "outside.distcp")
+    metadata = pickle.loads((newest_shards(folder) / METADATA).read_bytes())
+    for place in metadata.storage_data.values():
+        if place.relative_path == "__0_0.distcp":
+            place.relative_path = f"../../{outside.name}"
+    rewrite_metadata(folder, metadata)
 
 
 class Malicious:
@@ -314,6 +337,10 @@ DAMAGES = {
     "a shard is missing": lambda folder: (newest_shards(folder) / "__1_0.distcp").unlink(),
     "all is missing": lambda folder: shutil.rmtree(newest_shards(folder)),
     "code": plant,
+    "an absolute folder": lambda folder: rewrite_entry(folder, folder=str(move_out(folder))),
+    "a folder above": lambda folder: rewrite_entry(folder, folder=f"../{move_out(folder).name}"),
+    "a link out": lambda folder: newest_shards(folder).symlink_to(move_out(folder)),
+    "a shard elsewhere": move_a_shard_out,
 }
 
 

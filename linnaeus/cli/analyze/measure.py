@@ -35,6 +35,8 @@ from linnaeus.training.build import assemble
 logger = logging.getLogger("linnaeus.analysis")
 _STEP = 32
 """Sides that `--axis img_size` tries are multiples of this, or of the model's patch."""
+_LARGEST = 8192
+"""No larger side is tried."""
 FURTHER_TOLERANCE = 0.05
 """Of the search of each fraction but the first: many fractions are to cost little more than one."""
 
@@ -80,9 +82,14 @@ class SideSearch(SizeSearch):
     step: int = _STEP
 
     def settings(self, mode: Mode) -> SearchSettings:
-        """Sides are multiples of the model's stride or patch, and memory alone bounds them."""
-        settings, step = super().settings(mode), self.step
-        return replace(settings, multiple_of=step, min_batch_size=step, max_batch_size=None)
+        """Sides are multiples of the step. The configured one is tried first."""
+        return replace(
+            super().settings(mode),
+            multiple_of=self.step,
+            min_batch_size=self.step,
+            max_batch_size=_LARGEST,
+            start=max(self.data.img_size or (self.step,)),
+        )
 
     def batches(self, spec: BatchSpec, size: int, num_batches: int = 1) -> Iterator[Batch]:
         """Batches of images of this side."""
@@ -109,7 +116,8 @@ def side_search(setup: Setup, batch_size: int) -> SideSearch:
     backbone: Any = getattr(search.assembly.model, "backbone", search.assembly.model)
     patch = getattr(getattr(backbone, "patch_embed", None), "patch_size", (1,))[0]
     step = _STEP if _STEP % patch == 0 else patch
-    check_takes_sides(search.assembly.model, "the model", data.in_chans, (step, 2 * step))
+    sides = (step, 2 * step)
+    check_takes_sides(search.assembly.model, "the model", data.in_chans, sides, "--axis")
     return SideSearch(**vars(search), batch_size=batch_size, step=step)
 
 
@@ -193,7 +201,8 @@ def _measure_mode(
                 analysis.rows.append(row)
                 has_found |= _find(finder, row, is_first=not has_found)
                 trials = counted(len(row.trials), "trial")
-                logger.info("%s, %s: batch size %s, %s", mode, row.memory, row.size, trials)
+                name = "side" if options.axis else "batch size"
+                logger.info("%s, %s: %s %s, %s", mode, row.memory, name, row.batch_size, trials)
             time = functools.cache(finder.time)
             for row in rows:
                 if row.batch_size is not None:
@@ -216,10 +225,10 @@ def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> bool:
     """
     num_before = len(finder.trials)
     settings = replace(
-        finder.settings, target_memory_fraction=row.memory_fraction, objective="memory", start=None
+        finder.settings, target_memory_fraction=row.memory_fraction, objective="memory"
     )
     if not is_first:
-        settings = replace(settings, strategy="guided", tolerance=FURTHER_TOLERANCE)
+        settings = replace(settings, strategy="guided", tolerance=FURTHER_TOLERANCE, start=None)
     row.limited_by = "interrupted"
     try:
         result = finder.find(settings, confirm=is_first)

@@ -166,3 +166,4 @@ def test_the_largest_side_of_a_batch(run, tmp_path, batch_size, side):
 def test_a_model_of_one_size_has_no_largest_side(run):
     outcome = run("analyze", *SMALL, "MODEL.NAME=mixer_s16_224", "--axis", "img_size")
     assert outcome.code == 2
+    assert "  - --axis: " in outcome.err
