@@ -188,7 +188,7 @@ def test_memory_inside_kernels_stays_within_the_budget():
     def make_batch(size):
         return torch.randn(size, 3, 64, 64, dtype=torch.float64)
 
-    found = auto_find_batch_size(step, make_batch, state=(model,), **room(150, tolerance=0.1))
+    found = auto_find_batch_size(step, make_batch, state=(model,), **room(60, tolerance=0.1))
     assert found.limited_by == "memory"
     for factor in (1, 2):
         before_bytes = resident_bytes()
