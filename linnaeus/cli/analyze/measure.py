@@ -14,7 +14,7 @@ from rich.console import Console
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.autobatch.result import Mode
+from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.cli.analyze.options import CONFIGURED, VARIANTS, AnalyzeOptions
 from linnaeus.cli.analyze.results import Analysis, Row
@@ -74,6 +74,17 @@ class Setup:
         )
 
 
+class _SideProgress(SearchProgress):
+    """Shows sizes that are sides; the table of the analysis has the speed, in samples per second."""
+
+    def __init__(self, mode: Mode, status: RankStatus, console: Console | None) -> None:
+        super().__init__(mode, status, console)
+        self.unit = "pixels"
+
+    def size_timed(self, timing: Timing) -> None:
+        """Log nothing."""
+
+
 @dataclass(frozen=True)
 class SideSearch(SizeSearch):
     """Searches for the largest side of images in batches of one size: its sizes are sides in pixels."""
@@ -101,9 +112,8 @@ class SideSearch(SizeSearch):
         return {}
 
     def _observer(self, mode: Mode, status: RankStatus) -> SearchProgress:
-        observer = super()._observer(mode, status)
-        observer.unit = "pixels"
-        return observer
+        self._progress.setdefault(mode, _SideProgress(mode, status, self.console))
+        return super()._observer(mode, status)
 
 
 def side_search(setup: Setup, batch_size: int) -> SideSearch:
