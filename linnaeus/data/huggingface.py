@@ -107,8 +107,10 @@ def _read(data: Any, name: str, dataset: DatasetConfig, notes: list[str]) -> Tab
     column = image_column(
         path, images, replace(dataset, IMAGE_COLUMN=dataset.IMAGE_COLUMN or images[0])
     )
-    labels = [x for x, kind in types.items() if _TEXTS.match(kind)]
     named = {*(dataset.LEVELS or ()), dataset.SPLIT_COLUMN, dataset.GROUP_COLUMN}
+    labels = [
+        x for x, k in types.items() if _TEXTS.match(k) or (x in named and k.startswith("float"))
+    ]
     classes = [x for x in labels if isinstance(kinds[x], ClassLabel) or x in named]
     if dataset.LEVELS is None and classes:
         labels = classes
@@ -125,7 +127,10 @@ def _read(data: Any, name: str, dataset: DatasetConfig, notes: list[str]) -> Tab
 
 
 def _paths(file: str, root: Path, column: str) -> Iterator[str]:
-    """Yield the path of each image in an Arrow file; a row without one has no bytes."""
+    """Yield the path of each image in an Arrow file; a row without one has no bytes.
+
+    Paths of files start from the working directory, as in `datasets`.
+    """
     import pyarrow as pa
     from pyarrow.compute import if_else
 
@@ -145,4 +150,4 @@ def _paths(file: str, root: Path, column: str) -> Iterator[str]:
         sizes = np.diff(places[: len(images) + 1])
         for begin, size, path in zip(begins.tolist(), sizes.tolist(), paths, strict=True):
             packed = packed_path(os.path.relpath(file, root), next(numbers), begin, size)
-            yield path or packed
+            yield os.path.abspath(path) if path else packed  # noqa: PTH100 (a text)

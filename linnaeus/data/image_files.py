@@ -223,6 +223,7 @@ def find_splits(files: FoundFiles, config: DataConfig, *, reads_images: bool = T
     dataset, splits, report = config.DATASET, files.splits, [*files.notes]
     train, val, test = (splits.pop(split, None) for split in ("train", "val", "test"))
     assert train is not None
+    report_names(train, index, report)
     source, decoding = train.source, Decoding.of(config)
     if reads_images:
         held = {"train": train, "val": val, "test": test}
@@ -484,6 +485,43 @@ def hold_out(
     return listing.take(train), listing.take(val)
 
 
+def report_names(train: Listing, index: LabelIndex, report: list[str]) -> None:
+    """Report names of a level that may be one class: they differ little, or stand under several parents.
+
+    The folders of images show the parents of each name, so these are reported for tables alone.
+    """
+    for depth, level in enumerate(index.taxonomy.levels):
+        alike: dict[str, set[str]] = defaultdict(set)
+        for _, name in index.lookup[depth]:
+            alike["".join(name.split()).casefold()].add(name)
+        pairs = [
+            " and ".join(map(repr, sorted(names))) for names in alike.values() if len(names) > 1
+        ]
+        if pairs:
+            report.append(
+                f"{train.source}: classes of {level.name} that differ only in case or spaces: "
+                f"{several(pairs)}"
+            )
+        if depth == 0 or not train.is_table:
+            continue
+        parents: dict[str, Counter[str]] = defaultdict(Counter)
+        for lineage, number in zip(train.lineages, train.counts, strict=True):
+            above, below = lineage[depth - 1 : depth + 1]
+            if above is not None and below is not None:
+                parents[below][above] += number
+        held = [(name, rows) for name, rows in parents.items() if len(rows) > 1]
+        held.sort(key=lambda each: min(each[1].values()))  # a mistake is in few rows
+        shown = [
+            f"{name} stands under "
+            + several([f"{above} ({counted(n, 'row')})" for above, n in rows.most_common()])
+            for name, rows in held
+        ]
+        if shown:
+            report.append(
+                f"{train.source}: {level.name} of several parents are several classes: {several(shown)}"
+            )
+
+
 def report_repeated(train: Listing, held_out: Sequence[Listing], report: list[str]) -> None:
     """Report training files that have several labels, or that another split has too."""
     hashes = _hashes(train)
@@ -492,11 +530,11 @@ def report_repeated(train: Listing, held_out: Sequence[Listing], report: list[st
     twice = order[1:][(files[1:] == files[:-1]) & (labels[1:] != labels[:-1])]
     held = np.concatenate([*map(_hashes, held_out)])
     places = np.searchsorted(files, held).clip(max=len(files) - 1)
-    found = np.concatenate([twice, order[places[files[places] == held]]])
-    if len(found):
-        number = counted(len(np.unique(hashes[found])), "training image")
-        first = train.file(found[0])
-        report.append(f"{number} with several labels, or also held out, first {first}")
+    both = order[places[files[places] == held]]
+    for found, what in ((twice, "with several labels"), (both, "also held out")):
+        if len(found):
+            number = counted(len(np.unique(hashes[found])), "training image")
+            report.append(f"{number} {what}, first {train.file(found[0])}")
 
 
 def _hashes(listing: Listing) -> Places:

@@ -6,6 +6,7 @@ separator marks a sample without any class. Columns of 0 and 1, one for each cla
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 from collections import Counter, defaultdict
@@ -241,7 +242,8 @@ Finder = Callable[[DatasetConfig, list[str]], dict[str, Callable[[], Table]]]
 def find_manifests(dataset: DatasetConfig, notes: list[str]) -> dict[str, Callable[[], Table]]:
     """Return the manifest of each split that there is, and how to read it."""
     return {
-        split: partial(_read, path, dataset) for split, path in _manifest_paths(dataset).items()
+        split: partial(_read, path, dataset, notes)
+        for split, path in _manifest_paths(dataset).items()
     }
 
 
@@ -488,7 +490,7 @@ def _manifest_paths(dataset: DatasetConfig) -> dict[str, Path]:
     return {split: paths[split] for split in SPLITS if split in paths}
 
 
-def _read(path: Path, dataset: DatasetConfig) -> Table:
+def _read(path: Path, dataset: DatasetConfig, notes: list[str]) -> Table:
     """Read a manifest.
 
     Raises:
@@ -499,7 +501,7 @@ def _read(path: Path, dataset: DatasetConfig) -> Table:
     try:
         if path.suffix.lower() == ".parquet":
             return _read_parquet(path, dataset)
-        return _read_csv(path, dataset)
+        return _read_csv(path, dataset, notes)
     except ImportError as error:
         raise ConfigError(f"DATA.DATASET: {path} is Parquet: pip install pyarrow") from error
     except OSError as error:
@@ -509,21 +511,22 @@ def _read(path: Path, dataset: DatasetConfig) -> Table:
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text; save it as `CSV UTF-8`") from error
-    except ValueError as error:
+    except (ValueError, csv.Error) as error:
         reason = first_line(error).removeprefix("Error tokenizing data. C error: ")
         raise DataError(f"{path}: broken: {reason}") from error
 
 
-def _read_csv(path: Path, dataset: DatasetConfig) -> Table:
+def _read_csv(path: Path, dataset: DatasetConfig, notes: list[str]) -> Table:
     """Read a CSV file in chunks, so that the texts of a few rows alone are in memory."""
     with path.open(encoding="utf-8-sig") as file:
         num_blank, header = next(((i, x) for i, x in enumerate(file) if x.strip()), (0, ""))
     if not header:
         raise DataError(f"{path}: empty; the first line must name the columns")
+    sep = max(",;\t|", key=re.sub(r'"[^"]*"', "", header).count)
     read = partial(
         pd.read_csv,
         path,
-        sep=max(",;\t|", key=re.sub(r'"[^"]*"', "", header).count),
+        sep=sep,
         header=None,
         skiprows=num_blank,
         skip_blank_lines=False,
@@ -557,9 +560,26 @@ def _read_csv(path: Path, dataset: DatasetConfig) -> Table:
         raise DataError(f"{path}: no row below the header")
     if not is_blank.all():
         raise DataError(f"{path}, line {nameless[~is_blank][0] + line}: no image path")
+    if len(rows.columns) and (rows.iloc[:, -1] == "").sum() > len(nameless):
+        _note_short(path, sep, names, notes)
     return Table(
         path, names[image], found, rows.drop(index=nameless) if len(nameless) else rows, dataset
     )
+
+
+def _note_short(path: Path, separator: str, names: list[str], notes: list[str]) -> None:
+    """Note rows with fewer cells than the header, which pandas fills with empty cells."""
+    width = max(i for i, name in enumerate(names, 1) if not _UNNAMED.fullmatch(name))
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=separator)
+        short = ((reader.line_num, row) for row in reader if 0 < len(row) < width and any(row))
+        line, first = next(short, (0, []))
+        if first:
+            rows = counted(1 + sum(1 for _ in short), "row")
+            notes.append(
+                f"{path}: {rows} of fewer cells than the {width} of the header, the others read as empty; "
+                f"first line {line}: {separator.join(first)[:200]}"
+            )
 
 
 def _read_parquet(path: Path, dataset: DatasetConfig) -> Table:
@@ -593,6 +613,8 @@ def categories(cells: Iterable[Any], names: Sequence[str] = ()) -> pd.Categorica
     def text(cell: Any) -> str:
         if isinstance(cell, list):
             return str([*map(text, cell)])
+        if isinstance(cell, float) and cell.is_integer():  # whole numbers beside an empty cell
+            cell = int(cell)
         is_unknown = cell is None or (names and cell < 0)
         return "" if is_unknown else str(names[cell] if names else cell).strip()
 

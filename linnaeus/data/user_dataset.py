@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from random import Random
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from PIL.Image import Image
 from torch import Tensor
@@ -25,6 +27,7 @@ from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy, require_classes
 from linnaeus.data.transforms import Preprocessing, Transform, build_transforms
 from linnaeus.runtime.errors import DataError, LinnaeusError
 from linnaeus.runtime.rng import seed_generators
+from linnaeus.runtime.words import several
 
 T = TypeVar("T")
 
@@ -178,6 +181,16 @@ def build_user_dataset(
     val.taxonomy, val.raw = taxonomy, train.raw
     channels, size, preprocessing = _prepare_images(train, val, collate, config, preprocessing)
     report: list[str] = []
+    own = [
+        attribute
+        for attribute, value in getattr(train.dataset, "__dict__", {}).items()
+        if isinstance(value, Random | np.random.Generator | np.random.RandomState | torch.Generator)
+    ]
+    if own:
+        report.append(
+            f"{name}: own generator {several(own)}: samples that draw from it are the same in each worker "
+            "and differ after a resume; draw from the global generators instead"
+        )
     if preprocessing is None and config.IMG_SIZE is not None:
         report.append(
             f"{name}: gives tensors, which pass as they are: no DATA.IMG_SIZE and no DATA.AUGMENT"

@@ -23,7 +23,11 @@ from linnaeus.data.manifest import Table, categories
 from linnaeus.data.packed import packed_path
 from linnaeus.data.splits import SPLITS, find_names
 from linnaeus.runtime.errors import ConfigError, DataError
+from linnaeus.runtime.files import suggest_path
 from linnaeus.runtime.words import counted, several
+
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"(\xb5/\xfd")
+"""First bytes of files of gzip, bzip2, xz and zstd."""
 
 
 def find_webdataset(dataset: DatasetConfig, notes: list[str]) -> dict[str, Callable[[], Table]]:
@@ -48,9 +52,12 @@ def find_webdataset(dataset: DatasetConfig, notes: list[str]) -> dict[str, Calla
             splits[split] = sorted(root.glob(pattern))
             if not splits[split]:
                 raise ConfigError(f"DATA.DATASET.{split.upper()}: no file {root / pattern}")
+    if not shards:
+        place = suggest_path(root) if not root.exists() else "; name the folder of the tar files"
+        raise ConfigError(f"DATA.DATASET.ROOT: no tar files in {root}{place}")
     if not splits:
         raise ConfigError(
-            f"DATA.DATASET.ROOT: {root} has tar files of {several([*shards]) or 'no name'}, not as "
+            f"DATA.DATASET.ROOT: {root} has tar files of {several([*shards])}, not as "
             "`train-0000.tar`; set DATA.DATASET.TRAIN, such as `birds-*.tar`"
         )
     return {s: partial(_read, files, s, root, dataset, notes) for s, files in splits.items()}
@@ -61,9 +68,14 @@ def _read(
 ) -> Table:
     """Return the labels of all samples of a split, and the path of each image."""
     endings, image = set[str](), dataset.IMAGE_COLUMN
-    samples = [sample for file in files for sample in _samples(file, root, image, endings)]
+    parts = [_samples(file, root, image, endings) for file in files]
+    samples = [sample for part in parts for sample in part.values()]
     found = [sample for sample in samples if "" in sample]
     path = root / split
+    if num_twice := len(samples) - len(set[str]().union(*parts)):
+        notes.append(
+            f"{path}: {counted(num_twice, 'sample key')} of one tar file also in another; remove copies"
+        )
     if len(found) < len(samples):
         notes.append(
             f"{path}: {counted(len(samples) - len(found), 'sample')} without an image left out"
@@ -82,8 +94,13 @@ def _read(
     return Table(path, image or "image", images, pd.DataFrame(rows), dataset, root=root)
 
 
-def _samples(file: Path, root: Path, image: str | None, endings: set[str]) -> list[dict[str, Any]]:
-    """The samples of a tar file: labels by name, and the path of the image under ""; adds the endings."""
+def _samples(
+    file: Path, root: Path, image: str | None, endings: set[str]
+) -> dict[str, dict[str, Any]]:
+    """The samples of a tar file by key: labels by name, and the path of the image under "".
+
+    Adds the endings.
+    """
     samples: dict[str, dict[str, Any]] = defaultdict(dict)
     seen = set[str]()
     try:
@@ -116,11 +133,21 @@ def _samples(file: Path, root: Path, image: str | None, endings: set[str]) -> li
                         sample |= _flat(json.loads(text) if ending == "json" else {ending: text})
                     except ValueError as error:
                         raise DataError(f"{file}: {member.name}: {error}") from error
+            # tarfile takes a damaged header for the end, which is a block of zeros.
+            assert tar.fileobj is not None
+            tar.fileobj.seek(tar.offset)
+            if tar.fileobj.read(tarfile.BLOCKSIZE).strip(b"\0"):
+                raise tarfile.ReadError(f"no header at byte {tar.offset}")
     except tarfile.ReadError as error:
-        raise DataError(
-            f"{file}: {error}; it must be a tar file without compression: run `gunzip`"
-        ) from error
-    return [*samples.values()]
+        with file.open("rb") as content:
+            is_packed = content.read(6).startswith(_COMPRESSED)
+        remedy = (
+            "it must be a tar file without compression: run `gunzip`"
+            if is_packed
+            else "the file is incomplete or damaged: copy or download it again"
+        )
+        raise DataError(f"{file}: {error}; {remedy}") from error
+    return samples
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

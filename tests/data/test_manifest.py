@@ -204,6 +204,49 @@ def test_images_that_occur_twice_are_counted(folder, split):
     (folder / "train.csv").write_text(ROWS.replace("img/0", "img/1"))
     (line,) = (line for line in build(folder).report if "several labels" in line)
     assert line.startswith("1 training image ")
+    assert "also held out" not in " ".join(build(folder).report)
+
+
+def parents(*cells):
+    return "".join(f"img/{i}.jpg,{cell}\n" for i, cell in enumerate(cells))
+
+
+def test_a_name_under_several_parents_is_counted(folder):
+    cells = ["asters,daisy", "asters,daisy", "roses,daisy", "roses,dog", ",dog", "asters,"]
+    (folder / "train.csv").write_text("image,family,species\n" + parents(*cells))
+    (line,) = (line for line in build(folder).report if "daisy stands" in line)
+    assert "asters (2 rows), roses (1 row)" in line
+    assert "dog" not in line
+    (folder / "train.csv").write_text(ROWS)
+    assert "stands under" not in " ".join(build(folder).report)
+
+
+@pytest.mark.parametrize(
+    ("cells", "twins"),
+    [
+        (["a,Daisy", "a,daisy", "b,dog", "b,dog"], ["'Daisy' and 'daisy'"]),
+        (
+            ["a,dog rose", "b,dog  Rose", "b,oak", "A,oak"],
+            ["'A' and 'a'", "'dog  Rose' and 'dog rose'"],
+        ),
+        (["a,daisy", "a,daisies", "b,dog", "b,dog"], []),
+    ],
+)
+def test_classes_that_differ_in_case_or_spaces_are_named(folder, cells, twins):
+    (folder / "train.csv").write_text("image,family,species\n" + parents(*cells))
+    lines = [line for line in build(folder, VAL="train.csv").report if "case or spaces" in line]
+    assert [line.rpartition(": ")[2] for line in lines] == twins
+
+
+@pytest.mark.parametrize("last", ["img/5.jpg,Animalia", "img/5.jpg"])
+def test_a_row_with_fewer_cells_is_named_by_its_line(folder, last):
+    rows = ROWS.replace("img/5.jpg,Animalia,cat", last)
+    (folder / "val.csv").write_text(ROWS)
+    (folder / "train.csv").write_text(rows)
+    (line,) = (line for line in build(folder).report if "fewer cells" in line)
+    assert f"line 7: {last}" in line
+    (folder / "train.csv").write_text(ROWS + "\n,,\n")
+    assert "fewer cells" not in " ".join(build(folder).report)
 
 
 def test_a_label_is_one_line(folder):

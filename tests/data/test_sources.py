@@ -212,6 +212,46 @@ def test_a_manifest_may_be_parquet(tmp_path):
     assert (targets[:, 1] == -1).sum() == 1
 
 
+@pytest.mark.parametrize("name", ["manifest", "huggingface"])
+def test_whole_numbers_beside_an_empty_cell_are_whole(name, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    if name == "huggingface":
+        datasets = pytest.importorskip("datasets")
+        photos = [{"bytes": png(i), "path": None} for i in range(12)]
+        kinds = {"photo": datasets.Image(), "label": datasets.Value("float64")}
+        rows = {"photo": photos, "label": [None, *(float(i % 3) for i in range(1, 12))]}
+        data = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+        data.to_parquet(tmp_path / "train.parquet")
+    else:
+        for i in range(12):
+            write_image(tmp_path / f"{i}.png", seed=i)
+        rows = [(f"{i}.png", i % 3 if i else None) for i in range(12)]
+        table = pandas.DataFrame(rows, columns=["path", "label"])
+        table.to_parquet(tmp_path / "train.parquet")
+    bundle = build(name, tmp_path, LEVELS=["label"])
+    assert bundle.taxonomy.levels[0].classes == ("0", "1", "2")
+
+
+def test_image_paths_in_parquet_start_where_the_run_does(tmp_path, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    datasets = pytest.importorskip("datasets")
+    photos = [f"images/{i}.png" for i in range(12)]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    for i in range(12):
+        (tmp_path / "images" / f"{i}.png").write_bytes(png(i))
+    kinds = {"photo": datasets.Image(), "label": datasets.ClassLabel(names=[*CLASSES])}
+    rows = {"photo": photos, "label": [i % 3 for i in range(12)]}
+    data = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+    (tmp_path / "table").mkdir()
+    data.to_parquet("table/train.parquet")
+    assert pandas.read_parquet("table/train.parquet").photo[0]["path"] == photos[0]
+    bundle = build("huggingface", "table")
+    assert len(bundle.val) == len(found(bundle)) == 2
+    assert all(classes == (CLASSES[i % 3],) for i, classes in found(bundle).items())
+
+
 def test_parquet_with_images_is_no_manifest(tmp_path):
     in_parquet(tmp_path)
     with pytest.raises(DataError, match="huggingface"):
@@ -270,6 +310,30 @@ def test_a_compressed_shard_beside_others_is_refused(split, ending, tmp_path):
     write_tar(tmp_path / f"{split}-0001.tar", members(6, first=12))
     bundle = build("webdataset", tmp_path)
     assert len(bundle.train) + len(bundle.val) == 18
+
+
+@pytest.mark.parametrize("size", [0, 300, 4096 + 100, -3000])
+def test_an_incomplete_tar_file_is_no_compressed_one(size, tmp_path):
+    write_tar(tmp_path / "train.tar", members(12))
+    content = (tmp_path / "train.tar").read_bytes().rstrip(b"\0")
+    (tmp_path / "train.tar").write_bytes(content[:size])
+    with pytest.raises(DataError, match=r"train\.tar.*copy") as caught:
+        build("webdataset", tmp_path)
+    assert "gunzip" not in str(caught.value)
+
+
+def test_a_folder_without_tar_files_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"DATA\.DATASET\.ROOT: no tar files"):
+        build("webdataset", tmp_path)
+
+
+def test_sample_keys_of_two_tar_files_are_counted(tmp_path):
+    write_tar(tmp_path / "train-0.tar", members(12))
+    write_tar(tmp_path / "train-1.tar", members(6, first=12))
+    assert "sample key" not in " ".join(build("webdataset", tmp_path).report)
+    write_tar(tmp_path / "train-1.tar", members(6, first=8))
+    (line,) = (line for line in build("webdataset", tmp_path).report if "sample key" in line)
+    assert "4 sample keys" in line
 
 
 @pytest.mark.parametrize(

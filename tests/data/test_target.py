@@ -77,6 +77,20 @@ def test_torchvision_style_with_pillow_images():
     assert target.tolist() == [2]
 
 
+@pytest.mark.parametrize(
+    "make", [random.Random, np.random.default_rng, np.random.RandomState, torch.Generator]
+)
+def test_a_generator_of_a_dataset_is_named(make, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "TARGET", make())
+    assert any("own generator rng" in line for line in build("with_generator").report)
+    monkeypatch.setattr(sys.modules[__name__], "TARGET", 7)
+    assert not any("own generator" in line for line in build("with_generator").report)
+
+
+def with_generator(split):
+    return Samples(split, num_classes=2, rng=TARGET)
+
+
 def clear(split):
     return [(Image.new("RGBA", (8, 8), (200, 0, 0, alpha)), 0) for alpha in (0, 255) * 4]
 
