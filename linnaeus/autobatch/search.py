@@ -171,7 +171,7 @@ def find_largest(
         budget_bytes: a size fits if its peak is at most this. It may be zero or negative (others use the
             whole device): then nothing fits, and the smallest candidate is tried to show it.
         min_size, max_size: of the candidates, inclusive; at least 1.
-        multiple_of: only its multiples are candidates, and every size below the first of them.
+        multiple_of: only its multiples, and sizes below it, are tried.
         strategy: `guided` (see the module), `binary` (bisects the bounds), `power` (doubles from the smallest
             size while that fits) or `binsearch` (doubles, then bisects).
         tolerance: the search may end with a size below the largest, once the largest is known to be at most
@@ -237,7 +237,7 @@ def status_of(
 
 
 class Candidates:
-    """Sizes that may be tried, ascending: all sizes below `multiple_of`, then its multiples."""
+    """Sizes that may be tried, ascending: sizes below `multiple_of`, then its multiples."""
 
     def __init__(self, min_size: int, max_size: int, multiple_of: int) -> None:
         first_multiple = -(-min_size // multiple_of) * multiple_of

@@ -54,9 +54,7 @@ class SearchSettings:
         ge=0,
         lt=1,
     )
-    multiple_of: int = _setting(
-        1, "above this, only its multiples are tried; below it, every size may be", ge=1
-    )
+    multiple_of: int = _setting(1, "only its multiples, and sizes below it, are tried", ge=1)
     memory_limit_gb: float | None = _setting(
         None,
         "GiB; this process may hold the target fraction of it, whatever others use",

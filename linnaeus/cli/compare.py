@@ -102,9 +102,7 @@ def run(options: CompareOptions, folders: Sequence[Path]) -> int:
             "name their folders to compare them"
         )
     console = make_console()
-    console.print(runs.table())
-    for sentence in runs.sentences():
-        console.print(sentence, soft_wrap=True)
+    runs.show(console)
     if options.output is not None:
         runs.save(options.output)
         console.print(f"metrics: {options.output.resolve()}", soft_wrap=True)

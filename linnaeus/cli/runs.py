@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import yaml
+from rich.cells import cell_len
 
 from linnaeus.cli.tables import cell, save_figures, shortened, table
 from linnaeus.config.dump import PLAN
@@ -28,7 +29,7 @@ from linnaeus.sweep.folder import ASKED, flattened
 from linnaeus.sweep.space import title_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
 SEED = "EXPERIMENT.SEED"
 """Runs that differ in it alone are repetitions of one measurement."""
@@ -40,8 +41,8 @@ _NOT_COMPARED = (
     "DATA.AUTOBATCH.START_VAL",
 )
 """Where a run is and whether it may be resumed: no result depends on it, and a sweep sets it by itself."""
-_MOST_KEYS, _MOST_LETTERS = 8, 24
-"""Differing keys that have a column on the screen, and letters of a value; a preset may change dozens."""
+_MOST_LETTERS = 24
+"""Letters of a value in the table."""
 _DEFAULTS = {dotted(path): key.default for path, key in KEYS.items()}
 _PLANNED = {
     "MICRO_BATCH": "batch_size",
@@ -236,19 +237,34 @@ class Comparison:
         }
         save_figures(path, content, records)
 
-    def table(self, title: str = "Runs") -> Table:
-        """Return a line per run: what differs, the batch size, the metric last and at its best, and the time.
+    def show(self, console: Console) -> None:
+        """Print the table, the keys that have no room in it, and the sentences."""
+        if not self.rows:
+            console.print("no run has begun")
+            return
+        names = short_names(list(self.rows[0].values))
+        for num_keys in range(len(names), -1, -1):
+            columns = self._columns(dict([*names.items()][:num_keys]))
+            widths = [max(map(cell_len, [name, *texts])) for name, texts in columns.items()]
+            if sum(widths) + 3 * len(widths) + 1 <= console.width:  # with the lines between them
+                break
+        lines = zip(*columns.values(), strict=True)
+        console.print(table("Runs", [*columns], lines, left={"run", "status", *names.values()}))
+        if hidden := [*names.values()][num_keys:]:
+            console.print(f"not shown: {', '.join(hidden)}", soft_wrap=True)
+        for sentence in self.sentences():
+            console.print(sentence, soft_wrap=True)
 
-        Of many keys the last ones are left out, and named below the table.
-        """
+    def _columns(self, names: Mapping[str, str]) -> dict[str, list[str]]:
+        """The table by heading: these keys, the batch size, the metric last and at its best, and the time."""
         rows, metric = self.rows, self.metric
-        names = short_names(list(rows[0].values))
-        shown, hidden = [*names][:_MOST_KEYS], [*names.values()][_MOST_KEYS:]
         texts = {
-            names[key]: [shortened(row.values[key], _MOST_LETTERS) for row in rows] for key in shown
+            name: [shortened(row.values[key], _MOST_LETTERS) for row in rows]
+            for key, name in names.items()
         }
         # The names of a sweep's runs are their values.
-        if hidden or not shown or any("=" not in (row.name or "=") for row in rows):
+        is_whole = 0 < len(names) == len(rows[0].values)
+        if not is_whole or any("=" not in (row.name or "=") for row in rows):
             texts = {"run": [row.title for row in rows], **texts}
         best = [row.best(metric) for row in rows]
         numbers = {
@@ -257,15 +273,11 @@ class Comparison:
             "best": [f"{found[0]:.4f} @{found[1]}" if found else "" for found in best],
             "training s": [cell(row.planned.get("training_s"), ".1f") for row in rows],
         }
-        columns = {
+        return {
             **texts,
             **{name: found for name, found in numbers.items() if any(found)},
             "status": [row.state.status for row in rows],
         }
-        lines = zip(*columns.values(), strict=True)
-        found = table(title, [*columns], lines, left={"status", *texts})
-        found.caption = f"not shown: {', '.join(hidden)}" if hidden else None
-        return found
 
     def sentences(self) -> list[str]:
         """What limits the comparison, who runs what, and why runs have not ended well."""

@@ -226,7 +226,7 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
     try:
         if options.status:
             table = _comparison(options, sweep, _study(sweep))
-            _show(table, console)
+            table.show(console)
             _check_metric(table)
             return 0
         shares = [] if is_on_slurm else _shares(options, plans)
@@ -278,12 +278,6 @@ def _comparison(options: SweepOptions, sweep: Sweep, study: Study | None) -> Com
     return Comparison(rows, options.metric or sweep.metric)
 
 
-def _show(table: Comparison, console: Console) -> None:
-    console.print(table.table() if table.rows else "no run has begun")
-    for sentence in table.sentences():
-        console.print(sentence, soft_wrap=True)
-
-
 def _check_metric(table: Comparison) -> None:
     """Raise `ConfigError` if runs have metrics, but none has the wanted one."""
     if table.metrics and (problem := table.unknown_metric):
@@ -294,7 +288,7 @@ def _report(table: Comparison, sweep: Sweep, console: Console) -> None:
     """Show the metrics, and write them to the files."""
     from linnaeus.cli.plots import draw_runs
 
-    _show(table, console)
+    table.show(console)
     if not table.rows:
         return
     try:

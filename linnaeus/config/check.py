@@ -8,7 +8,6 @@ import math
 import operator
 import pickle
 import re
-import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,7 +30,7 @@ from linnaeus.config.keys import (
 )
 from linnaeus.config.overrides import leaves
 from linnaeus.config.schema import Config
-from linnaeus.config.values import WANTED, convert, escape, fill_nulls, show, with_arithmetic
+from linnaeus.config.values import convert, escape, fill_nulls, show, wanted, with_arithmetic
 
 DEFAULT = "default"
 """The origin of keys that nothing sets."""
@@ -133,9 +132,8 @@ class Checked:
         except MissingMandatoryValue as error:
             self._refuse(_error_path(error, path), "has no value yet, and needs one")
         except ValidationError:
-            hint = strip_optional(key.hint)[0] if key else None
-            wanted = WANTED.get(typing.get_origin(hint) or hint)
-            self._refuse(path, f"{show(raw)} is not {wanted}")
+            hint = strip_optional(key.hint)[0] if key else dict
+            self._refuse(path, f"{show(raw)} is not {wanted(hint)}")
         except (OmegaConfBaseException, RecursionError) as error:
             self._refuse(
                 _error_path(error, path), f"{show(raw)} cannot be resolved: {_reason(error)}"

@@ -174,7 +174,7 @@ def _sides(value: list[list[int]]) -> str | None:
     is_growing = _milestones(value) is None and sides == sorted({*sides})
     if not value or (is_growing and value[0][0] == 1):
         return None
-    return "must be pairs [epoch, side] in which epochs, from 1, and sides grow"
+    return "must be pairs [epoch, side]: the first epoch is 1, and epochs and sides grow"
 
 
 @dataclass
@@ -558,8 +558,9 @@ class DataConfig:
     )
     IMG_SIZE_SCHEDULE: list[list[int]] = key(
         list,
-        "pairs [epoch, side]: training images are squares of this side from this epoch on, counted from 1, "
-        "such as [[1, 128], [20, 176], [28, 224]]; IMG_SIZE is the last side; empty: IMG_SIZE throughout",
+        "pairs [epoch, side]: training images are squares of this side from this epoch on, such as "
+        "[[1, 128], [20, 176], [28, 224]]; the first epoch must be 1; IMG_SIZE is the last side; empty: "
+        "IMG_SIZE throughout",
         unit="pixels",
         check=_sides,
     )

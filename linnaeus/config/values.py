@@ -29,14 +29,22 @@ WANTED: Mapping[Any, str] = {
     int: "a whole number",
     float: "a number",
     list: "a list such as [a, b]",
+    list[str]: "a list of text such as [a, b]",
+    list[list[int]]: "a list of pairs such as [[1, 128], [20, 176]]",
     dict: "a mapping such as {name: value}",
+    Any: "text, a number, a list or a mapping",
 }
-"""Values that a key of each type takes."""
+"""Values that a key of each type takes; a list without an entry of its own is described as `list`."""
 _OF_DATA: Mapping[str, Any] = {
     "CROP_SCALE": ([0.35, 1.0], [0.8, 1.0]),
     "HFLIP": (0.5, 0.0),
 }
 """Keys of DATA.AUGMENT whose null follows the data: the value for `IMAGE_FILES`, and for other data."""
+
+
+def wanted(hint: Any) -> str:
+    """Return a description of the values of a type."""
+    return WANTED.get(hint) or WANTED[typing.get_origin(hint) or hint]
 
 
 def map_texts(value: Any, function: Callable[[str], str]) -> Any:
@@ -78,8 +86,8 @@ def convert(value: Any, key: Key, *, is_reference: bool) -> Any:
     if typing.get_origin(hint) is list and value is not None:
         is_text = isinstance(value, str) and (is_reference or value[:1] in ("", "[", "{"))
         if isinstance(value, dict) or is_text:
-            hint = "; ${oc.decode:...} reads a list from text" if is_reference else ""
-            raise ValueError(f"{show(value)} is not {WANTED[list]}{hint}")
+            remedy = "; ${oc.decode:...} reads a list from text" if is_reference else ""
+            raise ValueError(f"{show(value)} is not {wanted(hint)}{remedy}")
         (element,) = typing.get_args(hint)
         items = value if isinstance(value, list) else [value]
         return [number(item, element) if element in (int, float) else item for item in items]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,9 @@ def read_run(path: Path, checkpoint: str | Path = "best", *, trust_code: bool = 
                 "give a run directory, one of its checkpoints, or a file of `linnaeus "
                 "export --format safetensors`"
             )
-            others = sorted(each.name for each in file.parent.glob("*.pt") if each != file)
-            if file != path:
-                hint = f"the run also has {several(others)}, such as with checkpoint=last"
+            others = [] if file == path else _other_checkpoints(file)
+            if others:
+                hint = f"the run also has {several(others)}, such as with checkpoint={others[0]}"
             if file == path or others:
                 raise CheckpointError(f"{error}; {hint}") from error
             raise
@@ -85,6 +86,16 @@ def read_run(path: Path, checkpoint: str | Path = "best", *, trust_code: bool = 
             f"{file}: its weights do not fit its model: {first_detail(error)}"
         ) from error
     return SavedRun(file, spec, model, content, state.get("criterion", {}))
+
+
+def _other_checkpoints(damaged: Path) -> list[str]:
+    """Return the names of the checkpoints beside a damaged one that are intact."""
+    found = []
+    for file in sorted(damaged.parent.glob("*.pt")):
+        with suppress(CheckpointError):
+            load_checkpoint(file, mmap=True, check=True)
+            found.append(file.name)
+    return found
 
 
 def _read_export(file: Path) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 from linnaeus.cli import compare, export, predict, sweep, train, work
@@ -100,9 +101,9 @@ def of_runs():
         )
     )
     console, output = plain_console()
-    console.print(found.table(), *found.sentences(), sep="\n", soft_wrap=True)
+    found.show(console)
     return {
-        "runs side by side": output.getvalue(),
+        "runs side by side": re.sub(" +\n", "\n", output.getvalue()),
         "a metric that no run has": str(
             compared(found.rows, [*names, "x"], "top1/knid").unknown_metric
         ),

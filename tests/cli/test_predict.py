@@ -3,6 +3,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -222,9 +223,21 @@ def test_a_damaged_checkpoint_names_the_others(desk, run):
         True,
     )
     assert run("predict", "runs/birds", "photos", "--checkpoint", "last", *CPU).code == 0
-    (folder / "last.pt").unlink()
+    shutil.copy(folder / "last.pt", folder / "previous.pt")
+    (folder / "last.pt").write_bytes((folder / "last.pt").read_bytes()[:-99])
     outcome = run("predict", "runs/birds", "photos", *CPU)
-    assert (outcome.code, "--checkpoint" in outcome.err) == (1, False)
+    assert (outcome.code, "last" in outcome.err) == (1, False)
+    checkpoint = re.findall("--checkpoint ([a-z.]+)", outcome.err)
+    assert checkpoint == ["previous.pt"], "only an intact one is named"
+    assert run("predict", "runs/birds", "photos", "--checkpoint", *checkpoint, *CPU).code == 0
+    (folder / "previous.pt").write_bytes(b"")
+    for command in (
+        ("predict", "runs/birds", "photos", *CPU),
+        ("export", "runs/birds", "--format=onnx"),
+    ):
+        outcome = run(*command)
+        assert (outcome.code, "best.pt" in outcome.err) == (1, True)
+        assert not re.search("--checkpoint|last|previous", outcome.err)
 
 
 def test_a_run_becomes_a_file_for_other_programs(desk, run):

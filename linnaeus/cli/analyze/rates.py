@@ -38,11 +38,15 @@ SMOOTHING, DIVERGED = 0.9, 4
 
 @dataclass
 class RateTest:
-    """The steps, each with the key's value that gives its rate, the loss and the smoothed loss."""
+    """The steps, each with the key's value that gives its rate, the loss and the smoothed loss.
+
+    `ended_by` is the reason why the test ended early; empty where it did not.
+    """
 
     environment: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, float]] = field(default_factory=list)
     interrupted: bool = True
+    ended_by: str = ""
 
     @property
     def suggestion(self) -> float | None:
@@ -69,7 +73,8 @@ class RateTest:
             text = (
                 f"{KEY}={value:.2g}, a tenth of that with the lowest smoothed loss, is a suggestion"
             )
-        console.print(f"{len(self.rows)} of {NUM_STEPS} steps; {text}", soft_wrap=True)
+        reason = f"; ended early: {self.ended_by}" if self.ended_by else ""
+        console.print(f"{len(self.rows)} of {NUM_STEPS} steps{reason}; {text}", soft_wrap=True)
 
 
 def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None:
@@ -118,6 +123,7 @@ def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None
             if not math.isfinite(loss):
                 if step.scaler.is_enabled():  # it has skipped the step
                     continue
+                test.ended_by = f"the loss of step {number + 1} is {loss}"
                 break
             mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
             smoothed, rate = mean / (1 - SMOOTHING ** (len(test.rows) + 1)), schedule.lr
@@ -130,7 +136,9 @@ def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None
                     rate,
                     loss,
                 )
-            if smoothed > DIVERGED * min(row["smoothed"] for row in test.rows):
+            lowest = min(row["smoothed"] for row in test.rows)
+            if smoothed > DIVERGED * lowest and number + 1 < NUM_STEPS:
+                test.ended_by = f"the smoothed loss rose above {DIVERGED} times its lowest value"
                 break
     if not test.rows:
         raise LinnaeusError(f"--lr: the loss of the first step is {loss}")

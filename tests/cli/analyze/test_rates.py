@@ -26,6 +26,7 @@ def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run, tmp_path):
     found = json.loads((tmp_path / "learning_rates.json").read_text())
     rows = found["results"]
     assert 30 < len(rows) < 100, "it ends where training diverges"
+    assert "ended early: the smoothed loss" in outcome.out
     assert rows[0]["OPTIMIZER.LR"] == pytest.approx(1e-6 * 4)  # of 256 samples, for batches of 16
     assert rows[-1]["smoothed"] > 4 * min(row["smoothed"] for row in rows)
     lowest = min(rows, key=lambda row: row["smoothed"])
@@ -43,6 +44,7 @@ def test_a_step_that_the_scaler_skips_is_left_out(run, tmp_path, monkeypatch, am
     outcome = run("analyze", *options, "--lr", "--output=a.json")
     assert outcome.code == 0, outcome.err
     assert len(json.loads((tmp_path / "a.json").read_text())["results"]) == num_rows
+    assert "ended early" not in outcome.out
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

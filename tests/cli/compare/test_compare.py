@@ -28,7 +28,7 @@ def comparison(tmp_path, *names, metric=None):
 def table_of(runs, width=200):
     console, output = plain_console()
     console.width = width
-    console.print(runs.table(), *runs.sentences(), sep="\n", soft_wrap=True)
+    runs.show(console)
     return output.getvalue()
 
 
@@ -126,17 +126,47 @@ def test_metrics_of_different_data_are_not_compared_silently(tmp_path, argv, is_
     )
 
 
+PRESET = (
+    "TRAIN.AMP=bf16",
+    "OPTIMIZER.NAME=sgd",
+    "MODEL.NAME=resnet50",
+    *(f"TRAIN.{key}=True" for key in ("COMPILE", "CHANNELS_LAST", "GRADIENT_CHECKPOINTING")),
+    "TRAIN.SYNC_BATCHNORM=True",
+)
+
+
+def test_keys_that_do_not_fit_are_named_below_the_table(run, tmp_path):
+    """Without a terminal, in 120 columns; as many keys as fit are whole columns, and files have all."""
+    write_run(tmp_path / "runs/a", "EXPERIMENT.SEED=1", "OPTIMIZER.LR=0.2")
+    write_run(tmp_path / "runs/b", *PRESET)
+    outcome = run("compare", "runs", "--output", "a.json")
+    assert (outcome.code, outcome.err) == (0, "")
+    keys = json.loads((tmp_path / "a.json").read_text())["differences"]
+    assert len(keys) > 8
+    [heading] = lines_with(outcome.out, "┃", "status")
+    [hidden] = lines_with(outcome.out, "not shown: ")
+    named = hidden.partition(": ")[2].split(", ")
+    shown = [cell.strip() for cell in heading.split("┃")[2:-1]]
+    shown = shown[: shown.index("batch")]
+    assert len(shown) + len(named) == len(keys)
+    for key, name in zip(keys, [*shown, *named], strict=True):
+        assert key.endswith(name)
+    assert len(heading) <= 120 < len(heading) + len(named[0]) + 3, "the next one does not fit"
+
+    runs = comparison(tmp_path / "runs", "a", "b")
+    assert "not shown" not in table_of(runs, 300), "all fit"
+    narrow = table_of(runs, 70)
+    assert [line for line in narrow.splitlines() if "not shown: " in line and named[-1] in line]
+
+
 @pytest.mark.parametrize("width", [80, 200])
 def test_a_narrow_terminal_wraps_texts_and_no_number(tmp_path, width):
-    """Keys beyond the eighth are left out, as those of a preset; a long value is cut."""
+    """A long value is cut."""
     write_run(tmp_path / "a", "MODEL.FREEZE=[backbone.conv1.weight,backbone.conv2.weight]")
     write_run(tmp_path / "b", "TRAIN.EPOCHS=7", "OPTIMIZER.LR=0.2", "EXPERIMENT.SEED=1")
     text = table_of(comparison(tmp_path, "a", "b"), width)
     assert len(lines_with(text, "0.5000", "0.7500 @2", "12.5")) == 2
     assert max(len(line) for line in text.splitlines() if "│" in line) <= width
-    keys = ("COMPILE", "CHANNELS_LAST", "DETERMINISTIC", "GRADIENT_CHECKPOINTING", "SYNC_BATCHNORM")
-    write_run(tmp_path / "c", *(f"TRAIN.{key}=True" for key in keys), "TRAIN.AMP=bf16")
-    assert "not shown: " in table_of(comparison(tmp_path, "a", "b", "c"), width)
 
 
 def test_the_status_of_a_sweep_is_the_comparison_of_its_runs(run, tmp_path):
