@@ -52,7 +52,7 @@ def find_webdataset(dataset: DatasetConfig, notes: list[str]) -> dict[str, Calla
             splits[split] = sorted(root.glob(pattern))
             if not splits[split]:
                 raise ConfigError(f"DATA.DATASET.{split.upper()}: no file {root / pattern}")
-    if not shards:
+    if not splits and not shards:
         place = suggest_path(root) if not root.exists() else "; name the folder of the tar files"
         raise ConfigError(f"DATA.DATASET.ROOT: no tar files in {root}{place}")
     if not splits:
