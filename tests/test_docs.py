@@ -199,6 +199,8 @@ def smaller(tokens):
     length = ("TRAIN.MAX_STEPS=3",) if "TRAIN.MAX_STEPS" in tokens else ()
     if "TRAIN.EMA.SWA_EPOCHS" in tokens:
         length = ("TRAIN.EPOCHS=6",)
+    if any(token.startswith("DATA.IMG_SIZE_SCHEDULE") for token in tokens):
+        length = ("TRAIN.EPOCHS=3", "DATA.IMG_SIZE=null", "TRAIN.EFFECTIVE_BATCH_SIZE=32")
     return [*tokens, *SMALLER, *steps, *length, *model]
 
 
