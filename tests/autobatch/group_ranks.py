@@ -624,11 +624,11 @@ def a_size_whose_joint_step_exceeds_a_budget_is_lowered(rank):
             max_batch_size=4,
             memory_limit_gb=limit_with_room_for(2 * ROOM_MIB) / 0.8,
         ).batch_size
-        for extra_mib in (1, ROOM_MIB + 30)
+        for extra_mib in (1, ROOM_MIB + 15)
     }
     assert found[1] == 4
-    assert 1 <= found[ROOM_MIB + 30] < 4
-    assert sizes[-1] == found[ROOM_MIB + 30] < max(sizes), "less has been run together, too"
+    assert 1 <= found[ROOM_MIB + 15] < 4
+    assert sizes[-1] == found[ROOM_MIB + 15] < max(sizes), "less has been run together, too"
     assert len(set(of_all(str(found)))) == 1
 
 
