@@ -183,7 +183,7 @@ def test_a_taught_run_resumes_bit_for_bit(run, tmp_path):
 def test_autobatch_finds_a_smaller_size_beside_a_teacher(tmp_path):
     options = (
         *SMALL,
-        "DATA.DATASET.NUM_SAMPLES=600",
+        "DATA.DATASET.NUM_SAMPLES=2400",
         "DATA.IMG_SIZE=32",
         "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",
         "DATA.AUTOBATCH.ENABLED_VAL=False",
