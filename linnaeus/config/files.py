@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
-from hydra import compose, initialize
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
@@ -105,7 +105,8 @@ def compose_files(
         for choice in groups
     }
     store = ConfigStore.instance()
-    search_path = [escape(f"file://{folder.resolve()}") for folder in folders]
+    first, *others = (folder.resolve() for folder in folders)
+    search_path = [escape(f"file://{folder}") for folder in others]
     with _LOCK:
         for name, file in own.items():
             defaults = {} if file.defaults is None else {"defaults": file.defaults}
@@ -116,7 +117,7 @@ def compose_files(
             around = GlobalHydra.instance().hydra  # of a program that uses Hydra
             GlobalHydra.instance().clear()
             try:
-                with initialize(config_path=None, version_base="1.3"):
+                with initialize_config_dir(str(first), version_base="1.3"):
                     words = [f"{key}{choice}" for key, choice in overrides.items()]
                     config: Any = compose(_PRIMARY, words, return_hydra_config=True)
                 break
