@@ -28,7 +28,7 @@ train: $(VENV)/.installed ## train on handwritten digits with AutoBatch
 	$(BIN)/python -m linnaeus.train --cfg configs/digits.yaml
 
 test: $(VENV)/.installed-dev ## run the quick tests: what a change must not break
-	$(BIN)/python -m pytest -m "not e2e and not slow" --ignore tests/integrations $(PARALLEL)
+	$(BIN)/python -m pytest -m "not e2e and not slow and not integrations" --ignore tests/integrations $(PARALLEL)
 
 test-e2e: $(VENV)/.installed-dev ## run the tests that start whole runs
 	$(BIN)/python -m pytest -m "e2e and not slow" --ignore tests/integrations $(PARALLEL) tests
@@ -41,7 +41,7 @@ test-gpu: $(VENV)/.installed-dev ## run the tests that need a GPU: on a GPU, or 
 	$(BIN)/python -m tests.phantom $(BIN)/python -m pytest -p tests.phantom.values -m "gpu and not slow" --ignore tests/integrations tests
 
 test-integrations: $(VENV)/.installed-dev,integrations ## run the tests with Lightning, transformers, TRL and accelerate
-	$(BIN)/python -m pytest -m integrations $(PARALLEL) tests/integrations
+	$(BIN)/python -m pytest -m integrations $(PARALLEL) tests
 
 test-all: $(VENV)/.installed-dev ## run the whole test suite
 	$(BIN)/python -m pytest $(THOROUGH) $(PARALLEL)

@@ -386,7 +386,7 @@ def first_failure(tests, mutant=None):
             "-x",
             "-q",
             "-m",
-            "not e2e and not slow",
+            "not slow",
             "--ignore=tests/integrations",
             "-p",
             "no:xdist",

@@ -24,6 +24,7 @@ def _limit_gb(room_bytes):
     return (held_bytes() + room_bytes) / 0.8 / GIB
 
 
+@pytest.mark.e2e
 def test_the_search_leaves_no_trace_in_the_training_that_follows(run):
     run("cpu", 1, 1, None)  # everything is imported when the limit is taken
     searched = run("cpu", 5, None, _limit_gb(GIB // 32))
@@ -65,6 +66,7 @@ def test_the_memory_of_a_language_model(tmp_path, capsys):
     assert main([str(config), "--gib", "0.1"]) is None
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["token", "graph", "image"])
 def test_batches_within_a_budget_train_a_model(name):
     run = runpy.run_path(str(EXAMPLES / f"{name}_budget.py"))["run"]

@@ -10,7 +10,7 @@ from tests.helpers.forks import ROOT
 from tests.helpers.processes import compute
 from tests.helpers.runs import wait_until
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.e2e]
 
 PROGRAM = "tests.autobatch.group_ranks"
 
@@ -31,7 +31,6 @@ def test_two_ranks(of_two, body):
     assert [rank[body] for rank in of_two] == ["", ""]
 
 
-@pytest.mark.e2e
 def test_four_ranks(tmp_path):
     for rank in wrong_on(4, tmp_path):
         assert rank == {body.__name__: "" for body in BODIES[4]}

@@ -178,6 +178,7 @@ def test_training_grows_by_no_more_than_the_search_promised(
         assert excess_over_promise(too_much_bytes, found) > TOLERANCE
 
 
+@pytest.mark.e2e
 def test_memory_inside_kernels_stays_within_the_budget():
     """A convolution in float64 takes three times as much as its tensors; twice the size is too much."""
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3)).double()

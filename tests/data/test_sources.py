@@ -127,6 +127,7 @@ def test_several_columns_are_levels(name, write, levels, tmp_path):
     assert found(bundle) == {i: (KINGDOMS[i % 3], CLASSES[i % 3]) for i in NUMBERS["validation"]}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("name", "write"), [("huggingface", saved), ("webdataset", in_tars)])
 def test_workers_read_any_order_alike(name, write, tmp_path):
     write(tmp_path)

@@ -291,7 +291,7 @@ def test_ranks_whose_torchrun_is_killed_while_they_import_torch_end(tmp_path):
 
 
 MARKS = {
-    ("SIGKILL", 0, "in training"): (),
+    ("SIGKILL", 0, "in training"): e2e,
     ("error", 1, "while it joins"): e2e,
     ("deaf", 1, "in training"): e2e,
 }

@@ -97,6 +97,7 @@ def by_hand(folder):
     )
 
 
+@pytest.mark.e2e
 def test_a_remedy_that_makes_the_wanted_size_fit_trains_as_one_set_by_hand(run, tmp_path):
     folder = tmp_path / "runs/small"
     outcome = run(*FIT, WANTED)
@@ -157,6 +158,7 @@ class Uneven(Switchable):
         return super().forward(images)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("few_timed_steps")
 @pytest.mark.parametrize("slow_if_checkpointed", [False, True])
 def test_the_faster_of_both_ways_is_kept(slow_if_checkpointed, run, tmp_path):
@@ -227,6 +229,7 @@ def test_messages(golden, run):
     )
 
 
+@pytest.mark.e2e
 @pytest.mark.distributed
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_agree_that_a_size_does_not_fit_on_one_of_them(torchrun, tmp_path, rank):

@@ -180,6 +180,7 @@ def test_a_taught_run_resumes_bit_for_bit(run, tmp_path):
     assert any(not torch.equal(each, weights(whole)[name]) for name, each in untaught.items())
 
 
+@pytest.mark.e2e
 def test_autobatch_finds_a_smaller_size_beside_a_teacher(tmp_path):
     options = (
         *SMALL,

@@ -108,6 +108,7 @@ SEARCHED = (
 )
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("few_timed_steps")
 @pytest.mark.parametrize(
     ("options", "found", "trained"),
@@ -134,6 +135,7 @@ def test_autobatch_finds_a_size_for_each_side(run, tmp_path, options, found, tra
     assert num_steps == 4 * 48 // plan_of(folder)["EFFECTIVE_BATCH"]
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("few_timed_steps")
 def test_a_resumed_run_keeps_the_size_of_each_side(run, tmp_path):
     searched = (*SEARCHED, "TRAIN.EFFECTIVE_BATCH_SIZE=24")
@@ -148,6 +150,7 @@ def test_a_resumed_run_keeps_the_size_of_each_side(run, tmp_path):
     assert {entry["limited_by"] for entry in sides.values()} == {"checkpoint"}
 
 
+@pytest.mark.e2e
 @pytest.mark.distributed
 def test_two_ranks_find_the_same_size_for_each_side(torchrun, tmp_path):
     outcome = torchrun(2, *SEARCHED, "TRAIN.EFFECTIVE_BATCH_SIZE=40")

@@ -26,7 +26,7 @@ from linnaeus.training.step import TrainStep, ValidationStep
 from tests.helpers.bits import bits
 from tests.helpers.processes import compute, group_of
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.e2e]
 
 CPU = torch.device("cpu")
 WORLD_SIZES = (3, 2, 1)

@@ -36,7 +36,7 @@ from tests.helpers.processes import compute, group_of
 from tests.helpers.runs import SMALL
 from tests.helpers.small_runs import NAME, PLAIN, Clusters, lines_of, validations_of
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.e2e]
 
 CPU = torch.device("cpu")
 GLOBAL_BATCH = 12
@@ -389,7 +389,6 @@ class Troubled(Clusters):
         return super().__getitem__(index)
 
 
-@pytest.mark.e2e
 def test_a_run_that_crashed_goes_on_from_its_last_checkpoint_bit_for_bit(torchrun, tmp_path):
     """With BatchNorm, whose statistics differ between ranks until a checkpoint is written."""
     options = (*OWN, "MODEL.norm=BatchNorm1d", "TRAIN.CHECKPOINT_EVERY_STEPS=2", "MODEL.drop=0.3")
@@ -409,7 +408,6 @@ def test_a_run_that_crashed_goes_on_from_its_last_checkpoint_bit_for_bit(torchru
     assert bits(states[0]["state"]) == bits(states[1]["state"])
 
 
-@pytest.mark.e2e
 def test_commands_read_a_sharded_run_and_give_what_its_log_says(run, torchrun, tmp_path):
     """Ranks have different numbers of validation batches."""
     outcome = torchrun(
@@ -432,7 +430,6 @@ def test_commands_read_a_sharded_run_and_give_what_its_log_says(run, torchrun, t
     assert bits(own) == bits({name: weights[name] for name in own})
 
 
-@pytest.mark.e2e
 def test_all_ranks_break_a_validation_off_that_one_was_asked_to(torchrun, tmp_path):
     options = (*OWN, "DATA.BATCH_SIZE_VAL=2")
     outcome = torchrun(2, *options, "DATA.DATASET.ctrl_c_in=val", "DATA.DATASET.after=20")

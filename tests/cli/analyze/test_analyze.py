@@ -146,6 +146,7 @@ def test_ctrl_c_keeps_what_has_been_measured(run, tmp_path):
     assert (tmp_path / "a.svg").exists()
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("few_timed_steps")
 @pytest.mark.parametrize(("batch_size", "side"), [(8, 32), (2, 64)])
 def test_the_largest_side_of_a_batch(run, tmp_path, batch_size, side):
