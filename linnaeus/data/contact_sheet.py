@@ -51,7 +51,7 @@ def draw_contact_sheet(
             text = line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…"
             draw.text((x, y + SIDE + i * LINE), text, "black", font)
     try:
-        write_atomically(path, lambda file: sheet.save(file, "png"))
+        write_atomically(path, lambda file: sheet.save(file, "png", compress_level=1))
     except OSError as error:
         raise not_written(path, error) from error
 
