@@ -36,7 +36,7 @@ from linnaeus.autobatch.settings import (
     check_phases,
     kind_of,
 )
-from linnaeus.autobatch.state.optimizers import unlisted_optimizers_refused
+from linnaeus.autobatch.state.optimizers import unlisted_state_noticed
 from linnaeus.autobatch.state.sharded import is_sharded
 from linnaeus.autobatch.state.snapshot import Snapshot
 
@@ -342,7 +342,7 @@ def predict_memory(
     state = as_tuple(state)
     snapshot = Snapshot(state, torch.device("cpu"), without_tensors=True)  # a trace writes to none
     try:
-        with unlisted_optimizers_refused(state, snapshot):
+        with unlisted_state_noticed(state, snapshot):
             buckets = Buckets.of(state)
             prediction = predict(step, make_batch, state=state, mode=mode, buckets=buckets)
     finally:
