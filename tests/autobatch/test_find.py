@@ -435,6 +435,12 @@ def test_batches_that_count_otherwise_have_no_upper_bound(make, strategy):
     assert (result.batch_size, result.limited_by) == (200, "max_batch_size")
 
 
+@pytest.mark.parametrize("options", [{}, {"max_batch_size": 16}, {"start": 300}])
+def test_batches_that_ignore_their_size_are_refused(options):
+    with pytest.raises(AutoBatchError, match="same shapes"):
+        find_on_cpu(lambda batch: None, lambda n: torch.zeros(32, 4), **options)
+
+
 @pytest.mark.parametrize("limit", [65_535, 300])
 def test_the_limit_of_a_kernel_is_named(limit):
     def step(batch):
