@@ -70,7 +70,7 @@ def read_folders(
         if split not in folders:
             continue
         with optional_test(notes, split, dataset):
-            found = _read_folder(folders[split], split, dataset, depth or 1, unread)
+            found = _read_folder(folders[split], split, dataset, depth or 1, unread, notes)
             num_levels = len(found.lineages[0])
             depth = depth or num_levels
             if num_levels != depth:
@@ -169,8 +169,12 @@ def _read_folder(
     dataset: DatasetConfig,
     pad_to: int,
     unread: Counter[str],
+    notes: list[str],
 ) -> Listing:
-    """Return the images of a folder; `unread` counts other files."""
+    """Return the images of a folder; `unread` counts other files.
+
+    Where most images lie as deep as `LEVELS` has names, folders further below are no classes.
+    """
     images = _walk(folder, unread, need_all=split == "train")
     parts = [_class_names(folder, path.rpartition("/")[0]) for path in images]
     constant = set(parts[0]).intersection(*{*parts})
@@ -186,6 +190,14 @@ def _read_folder(
                 f"{folder / image}: an image in no class folder; move it into that of its class, or list "
                 "images and classes in a manifest (data=manifest)"
             )
+    num_named = len(dataset.LEVELS or ())
+    below = [image for image, part in zip(images, parts, strict=True) if len(part) > num_named]
+    if below and median_high(map(len, parts)) == num_named:
+        parts = [part[:num_named] for part in parts]
+        notes.append(
+            f"{folder}: {counted(len(below), 'image')} in folders below those of DATA.DATASET.LEVELS belong "
+            f"to the class folder above, such as {below[0]}"
+        )
     coarse = dataset.ALLOW_COARSE
     if coarse is False or (coarse is None and split == "train"):
         _check_depth(folder, images, parts, only_deeper=coarse is None)
@@ -255,8 +267,8 @@ def _check_depth(
         raise DataError(
             f"{folder}: {len(odd)} of {counted(len(images), 'image')} are not in "
             f"{counted(usual, 'class folder')} like most: {several([*first.values()][::-1])}; every level of "
-            "folders is a level of the taxonomy. Move these images, or set DATA.DATASET.ALLOW_COARSE True "
-            "where finer labels are unknown"
+            "folders is a level of the taxonomy. Move these images, set DATA.DATASET.ALLOW_COARSE True where "
+            "finer labels are unknown, or name the levels in DATA.DATASET.LEVELS where deeper ones are none"
         )
 
 

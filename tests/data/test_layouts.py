@@ -445,6 +445,9 @@ def test_a_level_that_most_images_lack_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"cat/new/0\.jpg, dog/old/0\.jpg;.*ALLOW_COARSE"):
         build(tmp_path)
     assert list(levels(build(tmp_path, ALLOW_COARSE=True))) == ["level1", "level2"]
+    named = build(tmp_path, LEVELS=["animal"])
+    assert named.taxonomy.num_classes == {"animal": 3}
+    assert any("DATA.DATASET.LEVELS" in line for line in named.report)
     folders(tmp_path, ["cat/new", "dog/old", "fox/red"], [""], num=10)
     assert list(levels(build(tmp_path))) == ["level1", "level2"]
 
