@@ -58,7 +58,7 @@ class Digits(LightningModule):
         self.log("accuracy", correct.mean(), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW with a rate that grows with the root of the samples per optimizer step."""
+        """AdamW with a learning rate that grows with the square root of the samples per optimizer step."""
         trainer = self.trainer
         samples = self.hparams["batch_size"] * trainer.accumulate_grad_batches * trainer.world_size
         return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"] * (samples / 64) ** 0.5)

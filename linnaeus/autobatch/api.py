@@ -348,6 +348,6 @@ def predict_memory(
     if prediction.is_constant:
         logger.warning(
             "warning: the step needs no more memory with more samples. Check that make_batch returns as many "
-            "samples as it is asked for"
+            "samples as requested"
         )
     return prediction

@@ -331,9 +331,9 @@ class BatchSizeFinder:
         return replace(found, certified=False, limited_by="memory")
 
     def _variation(self, size: int) -> float:
-        """Fraction by which peaks of equal steps differ, or are below that of a smaller size.
+        """Return the fraction by which peaks of equal steps differ, or are below the peak of a smaller size.
 
-        0 if it is small, or if twice the growth of the size fits.
+        It is 0 if it is small, or if twice the growth of the size fits.
         """
         held_bytes, trial = self.held_bytes, self._known.get(size)
         if (
@@ -436,8 +436,8 @@ class BatchSizeFinder:
             within = " within memory_limit_gb" if self._is_limited else ""
             _warn_once(
                 f"warning: target_memory_fraction is {fraction:g}: above "
-                f"{FULL_FRACTION} the budget leaves no room{within} for what kernels, library handles and "
-                "fragmentation may add during training"
+                f"{FULL_FRACTION} the budget leaves no room{within} for memory that kernels, library handles "
+                "and fragmentation may add during training"
             )
 
     def _warn_about_equal_peaks(self) -> None:
@@ -448,7 +448,7 @@ class BatchSizeFinder:
             _warn_once(
                 f"warning: {sized(largest, self._unit)} needs no more memory than {smallest}. Check that "
                 + (
-                    "make_batch(n) returns as many samples as it is asked for"
+                    "make_batch(n) returns n samples"
                     if self._unit is None
                     else f"the cost of a sample counts its {self._unit}"
                 )

@@ -241,5 +241,5 @@ def nothing_fits(
         f"AutoBatch ({mode}): {reason}. Budget {budget} for this process: "
         f"{limits.target_memory_fraction:.0%} of {total} {origin}{others if has_others else ''}; "
         f"{held} are held before the first sample. Tried: {tried or 'nothing'}. "
-        f"What helps: {'; '.join(remedies)}."
+        f"Remedies: {'; '.join(remedies)}."
     )

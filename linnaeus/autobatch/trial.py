@@ -244,7 +244,7 @@ class TrialRunner:
             if failures:
                 raise AutoBatchError(
                     f"AutoBatch (val): the training before validation does not fit on {memory.device}, so no "
-                    f"validation size can be measured: {failures[0]}. What helps: free memory on "
+                    f"validation size can be measured: {failures[0]}. Remedies: free memory on "
                     f"{memory.device}; choose a smaller model; train with a smaller batch size."
                 )
         if is_alone and memory.in_use() >= self.budget_bytes:

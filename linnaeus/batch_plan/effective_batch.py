@@ -199,10 +199,10 @@ def _misfit(name: str, size: int, facts: Facts) -> str | None:
     """Why an effective batch size is not possible on any device; None if it is."""
     world_size, largest = facts.world_size, facts.epoch_samples_per_rank * facts.world_size
     if size < world_size:
-        return f"{name}: {size} is below the {world_size} ranks, each of which takes at least one sample"
+        return f"{name}: {size} is below the {world_size} ranks, and each rank takes at least one sample"
     if size > largest:
         return (
-            f"{name}: {size} is above what one epoch holds: "
+            f"{name}: {size} is above the samples of one epoch: "
             f"{counted(facts.num_samples, 'training sample')} on {counted(world_size, 'rank')}; "
             f"{largest} is the most"
         )
@@ -265,8 +265,8 @@ def _size_changes(train: TrainConfig, facts: Facts) -> list[SizeChange]:
     last = _constant_split(train, facts).samples_per_rank if size is None else size // world_size
     if size is None and last < first:
         raise ConfigError(
-            f"{SCHEDULE}.FIRST: {schedule.FIRST} is above {last * world_size}, what fits x ranks x "
-            f"TRAIN.ACCUMULATION_STEPS, where the batch would end; lower it or set {EFFECTIVE}"
+            f"{SCHEDULE}.FIRST: {schedule.FIRST} is above the last batch, {last * world_size} (maximum "
+            f"micro-batch x ranks x TRAIN.ACCUMULATION_STEPS); lower it or set {EFFECTIVE}"
         )
     length = schedule.LENGTH if schedule.LENGTH is not None else train.EPOCHS - 1
     return growth(schedule.NAME, first, last, length, facts.max_micro_batch_size)

@@ -24,12 +24,12 @@ from linnaeus.runtime.run_folder import CLAIMS, RUN
 from linnaeus.runtime.words import several
 
 DESCRIPTION = """\
-Puts trained runs side by side: what differs in their configurations, their metrics and learning curves.
+Shows trained runs side by side: differing keys, metrics and learning curves.
 
 RUN is the folder of a run, a folder with runs below it such as a sweep's, or a pattern such as 'runs/lr*'.
 """
 DETAILS = """\
-Runs that have not ended, were interrupted or have failed are shown with what they have measured so far.
+Unfinished, interrupted and failed runs are shown with their metrics so far.
 
 examples:
   linnaeus compare runs

@@ -26,8 +26,8 @@ commands (linnaeus COMMAND --help):
 {_table(COMMANDS)}
 """
 DETAILS = f"""\
-What sets keys. A later line of this list wins over an earlier one:
-  default           what --print-config shows when nothing sets a key
+Sources of keys. A later line of this list wins over an earlier one:
+  default           the value that --print-config shows for a key that is not set
   model=resnet50    a preset, or a file of yours in --config-dir whose group is named like a node
   --cfg FILE        a file, as --config-name NAME; the last one wins
   +experiment=name  a file of yours in a group of another name

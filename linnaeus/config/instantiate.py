@@ -1,6 +1,6 @@
 """Instantiates `_target_` nodes, the user's own model, dataset, loss or optimizer, with Hydra.
 
-Hydra finds the class and builds the arguments. The call is ours: it adds what the framework knows, and its
+Hydra finds the class and builds the arguments. The call is ours: it adds the framework's arguments, and its
 error names the node and the user's line.
 """
 
@@ -207,7 +207,7 @@ def _hint(given: Mapping[str, Any], where: str, known: Mapping[str, inspect.Para
     left_out = " ".join(f"~{where}.{name}" for name in unknown if name.isupper())
     if not left_out:
         return ""
-    return f"; {left_out} leaves out what it does not take"
+    return f"; {left_out} removes the arguments that it does not take"
 
 
 def place_of(error: BaseException | None) -> str:

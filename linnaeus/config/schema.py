@@ -282,7 +282,7 @@ class DatasetConfig:
     )
     GROUP_COLUMN: str | None = key(
         None,
-        "manifest column of groups, such as locations or individuals, each of which is held out as a whole",
+        "manifest column of groups, such as locations or individuals; each group is held out as a whole",
     )
     FOLD: int | None = key(
         None,
@@ -689,8 +689,8 @@ class LossConfig:
     FOCAL_GAMMA: float = key(2.0, "exponent of `focal`; 0 is cross-entropy", ge=0)
     CLASS_WEIGHTS: str | None = key(
         None,
-        "`balanced` weights each class by the inverse of its training samples, `effective` by that of their "
-        "effective number; a file (.json, .yaml) gives weights by class name; null is 1 each",
+        "`balanced` weights each class by the inverse of its training samples, `effective` by the inverse of "
+        "their effective number; a file (.json, .yaml) gives weights by class name; null is 1 each",
         check=_weights_source,
     )
     EFFECTIVE_BETA: float = key(

@@ -160,7 +160,7 @@ def fill_nulls(root: DictConfig, cfg: str | None) -> set[tuple[str, ...]]:
 
     raw: Any = OmegaConf.to_container(root)
     is_named = raw["EXPERIMENT"]["NAME"] is not None
-    if not is_named:  # what names the run cannot follow its name
+    if not is_named:  # a key in the run's name cannot refer to the name
         root.EXPERIMENT.NAME = MISSING
     target = of_dataset(TARGET)
     is_files = not target and of_dataset("NAME") in IMAGE_FILES

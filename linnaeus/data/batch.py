@@ -27,7 +27,7 @@ class Batch(NamedTuple):
         targets: int64 tensor [B, L], one column per level of the taxonomy, -1 where unknown; with several
             labels per sample, float32 tensor [B, C] of 1, 0, and -1 where unknown; for a user's dataset
             without a taxonomy, its targets as they are.
-        choices: random choices of the loader for what the device does to the batch; see `DeviceTransform`.
+        choices: the loader's random choices for transforms on the device; see `DeviceTransform`.
     """
 
     inputs: Any
@@ -81,9 +81,9 @@ def to_device(batch: Batch, device: torch.device | str, *, non_blocking: bool = 
 class CopiedAhead(Iterator[Batch]):
     """Batches on a device, each copied on a stream of its own while the step before it runs.
 
-    Two batches are on the device at any time: a copy begins when the steps before it have ended. Their memory
-    is that of the current stream, so the allocator reuses it as any other. An error of the next batch is
-    raised when that batch is asked for.
+    Two batches are on the device at any time. A copy begins when the steps before it have ended. Their memory
+    belongs to the current stream, so the allocator reuses it normally. An error of the next batch is raised
+    when that batch is requested.
     """
 
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:

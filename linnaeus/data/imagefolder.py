@@ -62,7 +62,7 @@ def read_folders(
     wanted = (held_out or ["train"])[:1] if evaluated else SPLITS
     if "train" in wanted:
         _require_training(folders, dataset)
-    # The LEVELS of a run need not be those of other data.
+    # Other data may have other LEVELS than the run.
     levels = None if evaluated and num_run_levels is None else dataset.LEVELS
     splits: dict[str, Listing] = {}
     depth = num_run_levels
@@ -183,8 +183,8 @@ def _read_folder(
     for image, part in zip(images, parts, strict=True):
         if not part:
             raise DataError(
-                f"{folder / image}: an image in no class folder; move it into that of its class, or list "
-                "images and classes in a manifest (data=manifest)"
+                f"{folder / image}: is not in a class folder; move it into one, or list images and classes "
+                "in a manifest (data=manifest)"
             )
     coarse = dataset.ALLOW_COARSE
     if coarse is False or (coarse is None and split == "train"):

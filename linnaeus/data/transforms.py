@@ -313,8 +313,8 @@ class Preprocessing:
         size: height and width of the input, in pixels.
         crop_fraction: fraction of the resized image's side that the centre crop keeps, in (0, 1].
         mean, std: of each channel, on the 0-1 scale.
-        interpolation, resize: those of `ResizeCenterCrop`; the defaults are those of files without them.
-        decoding: of files; the default is that of runs which recorded none.
+        interpolation, resize: as in `ResizeCenterCrop`. The defaults apply to files that do not record them.
+        decoding: decoding of files. The default applies to runs that did not record it.
     """
 
     channels: int
@@ -370,7 +370,7 @@ def build_transforms(
     """The pipelines of training and validation.
 
     Random choices use torch's global generator, which the loader seeds for each sample. `size` is height and
-    width in pixels. For grey images the MEAN and STD of red, green and blue become those of grey.
+    width in pixels. For grey images, MEAN and STD of red, green and blue are converted to grey.
 
     Raises:
         ConfigError: a key that does not fit the number of channels, or a transform of TRAIN that cannot be
@@ -378,7 +378,7 @@ def build_transforms(
     """
     values = {"MEAN": augment.MEAN, "STD": augment.STD}
     if channels == 1 and all(value is not None and len(value) == 3 for value in values.values()):
-        # Exact for the mean; the deviation is that of channels which vary together, as in photographs.
+        # Exact for the mean. The deviation assumes that channels vary together, as in photographs.
         values = {key: [sum(map(operator.mul, _LUMINANCE, value))] for key, value in values.items()}  # type: ignore[arg-type]
     problems = [
         f"DATA.AUGMENT.{key}: {len(value)} values, but the images have {channels} channel(s); give as many, "

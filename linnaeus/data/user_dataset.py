@@ -363,8 +363,8 @@ def _class_names(classes: Any, name: str) -> tuple[str, ...]:
 def _all_targets(dataset: Any, taxonomy: Taxonomy, name: str) -> Tensor | None:
     """The labels of all samples of a user's dataset, from its attribute `targets`, without reading a sample.
 
-    It holds one target for each sample; None where there is no such attribute. A `target_transform`, as in
-    torchvision's datasets, is applied. For a `Subset`, they are those of the dataset in it at its indices.
+    It holds one target for each sample; None if there is no such attribute. A `target_transform`, as in
+    torchvision's datasets, is applied. A `Subset` takes the targets of its dataset at its indices.
     """
     targets = getattr(dataset, "targets", None)
     if targets is None:
@@ -384,7 +384,7 @@ def _all_targets(dataset: Any, taxonomy: Taxonomy, name: str) -> Tensor | None:
 
 
 def _row(target: Any, taxonomy: Taxonomy, where: str) -> Any:
-    """Return the labels of a sample: those of {name of the level: label} in order, else the target itself."""
+    """Return the labels of a sample: the values of {level: label} in level order, or the target itself."""
     if not isinstance(target, Mapping):
         return target
     strange = [str(name) for name in target if name not in taxonomy.names]

@@ -310,7 +310,7 @@ def _binned(confidences: Tensor, is_correct: Tensor) -> Tensor:
     """Samples, sum of confidences and correct ones [3, NUM_BINS] by confidence [N], float64.
 
     A bin has its lower edge and not its upper one, as in torchmetrics; the last one has both. Edges are
-    those of float32, as the confidences.
+    rounded to float32, like the confidences.
     """
     edges = torch.linspace(0, 1, NUM_BINS + 1)
     bins = (torch.bucketize(confidences.float(), edges, right=True) - 1).clamp(0, NUM_BINS - 1)

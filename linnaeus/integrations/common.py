@@ -73,7 +73,7 @@ def find_size(
     make_batch: Callable[[int], Any],
     options: Mapping[str, Any],
     known: int | None = None,
-    source: str = "the run that is resumed",
+    source: str = "the resumed run",
     *,
     control: ControlPlane | None,
     looks: Collection[Largest],
@@ -81,9 +81,9 @@ def find_size(
     bounds: Mapping[str, int] | None = None,
     **arguments: Any,
 ) -> AutoBatchResult:
-    """Search; where a size is known, run this once, and search below it only if it must be.
+    """Search for a size. Run a known size once, and search below it only if it does not fit.
 
-    Where larger samples may exist than those looked at, the size found is divided by the estimated margin,
+    If larger samples may exist than the samples looked at, the size found is divided by the estimated margin
     and the smaller size is run.
 
     Args:
@@ -93,7 +93,7 @@ def find_size(
         known: a size, the same on every rank.
         source: origin of the known size, for the warning of a smaller one.
         control: of the ranks that search together.
-        looks: at the samples of which batches are made; they bound the size by host memory.
+        looks: samples examined for the largest batch; they bound the size by host memory.
 
     Raises:
         AutoBatchError: no size fits.
@@ -161,12 +161,12 @@ class WholeLoop:
         """Run a step, and after the second one the loop's last one too if the loop keeps a notable amount.
 
         Args:
-            run: the step; returns what the loop keeps beside what the step itself keeps.
+            run: the step; returns objects that the loop keeps in addition to the step's own.
             number: of the step in its trial, from 1.
             num_steps: of the loop.
 
         Returns:
-            What `run` has returned. The caller holds it until the next step.
+            The value of `run`. The caller holds it until the next step.
         """
         kept = run()
         if number == 1:
@@ -201,7 +201,7 @@ class WholeLoop:
         for part in filter(is_optimizer, self._state):
             once |= {*map(id, nest.tensors(list(part.state.values())))}
         sizes = dict[int, int]()
-        for each in gc.get_objects():  # the search freezes what was there before it
+        for each in gc.get_objects():  # the search has frozen earlier objects
             if type(each) is not torch.Tensor or id(each) in once:
                 continue
             if each.device.type == self._device.type and each.layout is torch.strided:
@@ -249,7 +249,7 @@ def divisor_of(
     text = f"AutoBatch: effective_batch_size is {effective_batch_size}"
     if epoch is not None and effective_batch_size > epoch * world_size:
         raise AutoBatchError(
-            f"{text}, above what an epoch holds, {epoch * world_size} samples; lower it"
+            f"{text}, above the {epoch * world_size} samples of an epoch; lower it"
         )
     smallest = smallest_size([model], "train", min(options["min_batch_size"], largest), largest)
     multiple = options["multiple_of"] if largest >= options["multiple_of"] else 1

@@ -31,9 +31,9 @@ STORED = ("length", "lengths")
 PROBED = 64
 """Samples whose batches tell whether samples differ in size."""
 LOOKED_AT, LOOK_S = 2000, 30.0
-"""The most samples that are looked at where they differ, and for how long."""
+"""Maximum number of samples to look at if their shapes differ, and the seconds for it."""
 PARTS = 8
-"""Parts of the samples looked at: how their largest differ from that of all tells how far it may grow."""
+"""Number of parts of the samples looked at. Their largest samples show how far the largest may grow."""
 
 _CPU = torch.device("cpu")
 _LOADING = (
@@ -111,14 +111,14 @@ class Largest:
         dataset: samples by index.
         collate: makes a batch of samples.
         remedy: advice for the messages, where the largest batch cannot be known.
-        timeout_minutes: of the search, half of which the look may take.
-        device: of the search. On an accelerator, samples of batches stay in host memory; in a search of the
-            host's memory, what a loader reads for each batch counts.
+        timeout_minutes: limit of the search. Looking at samples may take half of it.
+        device: device of the search. On an accelerator, samples of batches stay in host memory. On the host,
+            the samples that a loader reads for each batch count.
         **loading: the loader's arguments, such as `num_workers`, to read the samples as it does.
 
     Attributes:
-        margin: how many times as large the largest batch of all samples may be, compared with that of the
-            samples looked at. It is estimated from how the largest grows with their number.
+        margin: ratio of the largest possible batch of all samples to the largest batch of the samples looked
+            at, estimated from its growth with their number.
 
     Raises:
         AutoBatchError: the dataset is not read by index, no tensors are found in a batch, or equal batches
@@ -276,7 +276,7 @@ def loading_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def copied(sample: Any) -> Any:
-    """A shallow copy, out of which a collate function may take items; an array itself: its copy has data."""
+    """Return a shallow copy from which a collate function may remove items. Arrays are returned uncopied."""
     return sample if nest.is_array(sample) else copy.copy(sample)
 
 

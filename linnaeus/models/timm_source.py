@@ -36,7 +36,7 @@ class Source:
         architecture: name of the model without tag and source.
         cfg: timm's `pretrained_cfg`, which describes the pretrained weights; empty where there is none.
         kind: `hf-hub`, `local-dir`, or empty for a name of timm's list.
-        arguments: those of the model that its description names.
+        arguments: model arguments in its description.
     """
 
     name: str
@@ -115,7 +115,7 @@ def check_weights_exist(source: Source, key: str = "MODEL.PRETRAINED: True") -> 
 
 def unusable_weights_error(source: Source, error: Exception) -> ConfigError:
     """The error for pretrained weights that timm could not load."""
-    remedy = f"; {REMEDY}" if isinstance(error, OSError) else ""  # as those of a network are
+    remedy = f"; {REMEDY}" if isinstance(error, OSError) else ""  # such as a network error
     return ConfigError(
         f"MODEL.PRETRAINED: True, but the weights {source.origin} do not load "
         f"({type(error).__name__}: {first_line(error):.200}){remedy}"

@@ -552,7 +552,7 @@ def _rank_and_world_size() -> tuple[int, int]:
 def _refuse_tasks_without_torchrun() -> None:
     """Refuse tasks of srun, which would all train the same run side by side.
 
-    The shell of sbatch or salloc has no SLURM_STEP_NUM_TASKS, or 1, or that of the step that submitted it.
+    In the shell of sbatch or salloc, SLURM_STEP_NUM_TASKS is unset, 1, or set by the submitting step.
     """
     in_step = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
     if in_step > 1 and int(os.environ.get("SLURM_NTASKS") or in_step) > 1:

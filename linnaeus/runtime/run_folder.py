@@ -635,7 +635,7 @@ OUTPUT = f"{LOGS}/output.txt"
 TAIL_BYTES = 1 << 16
 """Only this much of the end of a run's output is read for its last line."""
 _LAUNCHER = re.compile(r"[EWI]\d{4} [\d:.]+ .*torch/distributed/elastic/|srun: |slurmstepd: ")
-"""Begins what torchrun or SLURM say of a failure, after the run itself has given its reason."""
+"""First words of a later report by torchrun or SLURM, after the run itself gave the reason."""
 
 
 def last_line(folder: Path, begin: int = 0) -> str:

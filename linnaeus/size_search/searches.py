@@ -42,8 +42,8 @@ LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"
 """Environment variable with one memory limit per rank, such as `2.0,1.5`, to test ranks of unequal memory."""
 
 _SAMPLES_BEFORE = 2
-"""Samples of the training step that is traced before validation: what it leaves does not depend on them, and
-BatchNorm takes no single one."""
+"""Samples of the training step that is traced before validation. The memory that it leaves does not depend on
+their number, but BatchNorm needs more than one."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -107,7 +107,7 @@ class SizeSearch:
         Args:
             mode: which step.
             status: told each size that is tried.
-            settings: by default those of the configuration.
+            settings: search settings; None reads them from the configuration.
             trained_at: for validation, the micro-batch size of training; see `BatchSizeFinder.train_once`.
             alone: whether a sharded model communicates with no other rank; else all ranks step together.
         """
@@ -197,7 +197,7 @@ class SizeSearch:
                 state=(*self.assembly.state, self.assembly.train_step.distillation),
                 mode=mode,
                 train_once=partial(train, _SAMPLES_BEFORE),
-                # Those of the wrapper that `linnaeus.training.ddp.wrap` makes.
+                # As in the wrapper of `linnaeus.training.ddp.wrap`.
                 buckets=Buckets(as_view=True) if has_buckets else None,
                 base_bytes=0,
             )

@@ -125,7 +125,7 @@ class TrainingProgress:
         return [int(step) for *_, step in self.best]
 
     def rank(self, metric: str, values: Mapping[str, float], keep: int) -> None:
-        """Enter a validation among the best ones, of which at most `keep` stay; see `sort_key`."""
+        """Add a validation to the best ones and keep at most `keep` of them; see `sort_key`."""
         entry = sort_key(metric, values, self.step)
         if entry is None:
             return
@@ -683,7 +683,7 @@ def local_shards_of(
     own |= {f"optimizer.state.{number}": parameter for number, parameter in enumerate(parameters)}
 
     def place(name: str, value: Any) -> Any:
-        """What is sharded as this value, if anything is: a parameter, for its moments too."""
+        """Return the sharded parameter of a value or of an optimizer moment; None if it is not sharded."""
         found = own.get(name, own.get(name.rpartition(".")[0]))
         return (
             found

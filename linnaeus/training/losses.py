@@ -74,7 +74,7 @@ def log_probabilities(outputs: Tensor, *, are_logs: bool, is_multilabel: bool = 
     >>> log_probabilities(outputs, are_logs=True).exp(), log_probabilities(outputs, are_logs=False).exp()
     (tensor([[0.6000, 0.3000]]), tensor([[0.6667, 0.3333]]))
 
-    With `are_logs`, the `gives_log_probabilities` of the model, its outputs [B, C] stay what they are: those
+    With `are_logs`, the `gives_log_probabilities` of the model, its outputs [B, C] are unchanged: those
     of a level may add up to less than 1, and a softmax would make them add up to 1. Several labels per sample
     have a sigmoid for each class.
     """
@@ -87,8 +87,8 @@ class TaxonomicLoss(nn.Module):
     """Weighted mean over the levels; the loss of a level is averaged over all samples.
 
     A sample whose label is unknown at a level adds 0 to that level and counts in the average. The divisor is
-    therefore the number of samples and not that of known labels, nor the sum of class weights, so that the
-    gradient of an effective batch does not depend on how it is split into micro-batches and ranks.
+    therefore the number of samples, and not the number of known labels or the sum of class weights. The
+    gradient of an effective batch then does not depend on its split into micro-batches and ranks.
 
     Targets are labels or, for batches mixed by Mixup or CutMix, probabilities; the loss of a mixed sample is
     the mean of the losses with either label, by the parts of the images.

@@ -177,7 +177,7 @@ def find_checkpoint(
 
 
 def check_changes(changes: Iterable[Change], resume_with: str | None) -> None:
-    """Refuse another optimizer, schedule or seed, unless TRAIN.RESUME_WITH takes it; log what it takes.
+    """Refuse another optimizer, schedule or seed unless TRAIN.RESUME_WITH allows it. Log allowed changes.
 
     Raises:
         ConfigError: names each key with both values, and the remedies.

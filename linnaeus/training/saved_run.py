@@ -108,13 +108,13 @@ def _read_export(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{file}: its entry `linnaeus` is not what `linnaeus export --format safetensors` writes "
+            f"{file}: its entry `linnaeus` was not written by `linnaeus export --format safetensors` "
             f"({type(error).__name__}: {first_line(error)})"
         ) from error
     if content is None:
         raise CheckpointError(
-            f"{file} does not say what its model takes: `linnaeus export --format safetensors` has not "
-            "written it"
+            f"{file} has no description of its model, so it was not written by `linnaeus export --format "
+            "safetensors`"
         )
     return content
 

@@ -69,7 +69,7 @@ def sharding_sentence(model: nn.Module, config: DistConfig, world: World) -> str
 
 
 def make_mesh(config: DistConfig, world: World) -> DeviceMesh:
-    """The ranks as FSDP2 sees them: all share one copy, or with `hybrid` those of each node do."""
+    """Return the mesh for FSDP2: all ranks share one copy, or with `hybrid` the ranks of each node."""
     kind = (
         "cpu" if world.device.type == "meta" else world.device.type
     )  # on `meta` there are no groups
@@ -201,7 +201,7 @@ def _check_ties(model: nn.Module, blocks: list[nn.Module]) -> None:
         if owners.setdefault(parameter, module) is not module:
             raise ConfigError(
                 f"DIST.SHARD_BLOCKS: {name} is shared by modules that are gathered apart; set "
-                "DIST.SHARD_BLOCKS to modules of which one holds all uses of it, or to []"
+                "DIST.SHARD_BLOCKS to modules, one of which holds all uses of it, or to []"
             )
 
 

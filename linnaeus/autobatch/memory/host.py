@@ -208,7 +208,7 @@ def _resident_bytes_of_ranks(num_ranks: int, pids: Sequence[int] = ()) -> int:
 class MemoryPool(NamedTuple):
     """Memory that this process allocates from: the machine's, or the limit of a cgroup.
 
-    `used_bytes` are in use by all processes; what the kernel can reclaim is left out.
+    `used_bytes` are in use by all processes, without memory that the kernel can reclaim.
     """
 
     total_bytes: int

@@ -20,7 +20,7 @@ class FailedAllocations:
     def clean(self) -> None:
         """Release all memory that no live object holds.
 
-        What a failed backward pass held is released by torch's thread for the device, some time after the
+        Memory of a failed backward pass is released by torch's thread for the device, some time after the
         error: a backward pass over nothing waits for this thread, and allocates nothing.
         """
         with torch.inference_mode(False), torch.enable_grad():
@@ -43,8 +43,8 @@ class DeviceMemory(FailedAllocations, ABC):
     """Memory of one device as the search sees it.
 
     Attributes:
-        placement_bytes: fragmentation allowance: what a step may reserve beyond the peak of an equal step,
-            whose blocks lie otherwise between those that training keeps.
+        placement_bytes: fragmentation allowance: bytes that a step may reserve beyond the peak of an equal
+            step, because its blocks may lie in other gaps of training's memory.
     """
 
     total_bytes: int

@@ -39,8 +39,8 @@ class StorageTracer(WatchingMode):
     """Reports each storage that an operation allocates while the mode is on, and when it is freed.
 
     An operation runs first and is looked at afterwards: an output whose storage belongs to no input is new.
-    Forward and backward are both seen, and what C++ code allocates between operations (gradient buckets).
-    Not seen: memory that a kernel takes and returns within one operation, and what `torch.compile` generates.
+    It sees forward, backward, and allocations of C++ code between operations (gradient buckets). It does not
+    see memory that a kernel takes and returns within one operation, or memory of code of `torch.compile`.
     A storage that was allocated before is not reported when it is freed; one that was allocated while the
     mode was on is reported when it is freed, whether or not the mode is still on.
 

@@ -78,7 +78,7 @@ GPUS: dict[str, int] = {
     "t4": _gib(14.56),  # github.com/Zheng-Chong/CatVTON/issues/133
     "v100-16gb": _gib(15.75),  # github.com/XuyangBai/TransFusion/issues/49; others say up to 15.78
     "v100-32gb": _gib(31.74),  # github.com/haotian-liu/LLaVA/issues/812
-    # Those of nvidia-smi for a10, l4 and h100-80gb: github.com/modal-labs/modal-client/pull/2797
+    # Values of nvidia-smi for a10, l4 and h100-80gb: github.com/modal-labs/modal-client/pull/2797
     "a10": _below_nvidia_smi(
         23_028
     ),  # 23.70 of torch in stanford_alpaca/issues/76 would be more than that

@@ -141,8 +141,8 @@ def sharing_errors(control: ControlPlane) -> Iterator[None]:
         if isinstance(error, torch_dist.DistBackendError):
             raise
         raise AutoBatchError(
-            "AutoBatch: the store of the process group cannot be reached any more: the process that "
-            f"serves it, usually that of rank {control.name_of(0)}, has ended "
+            "AutoBatch: the store of the process group can no longer be reached: the process that "
+            f"serves it, usually rank {control.name_of(0)}, has ended "
             f"({str(error).partition(chr(10))[0]})"
         ) from error
 

@@ -45,9 +45,9 @@ peak and its speed. --variants adds rows with one thing changed. --predict runs 
 table for GPUs that need not be there. --lr trains for a hundred steps and suggests a learning rate.
 """
 DETAILS = """\
-Only the training and validation steps are timed: loading and the exchange between ranks come on top.
-Overrides are those of training (`linnaeus train --help`). The bounds and the
-budget of the search are keys of DATA.AUTOBATCH. Validation follows them as in a run.
+Only the training and validation steps are timed, without data loading and communication between ranks.
+Overrides work as in `linnaeus train --help`. The bounds and the
+budget of the search are keys of DATA.AUTOBATCH, for training and validation as in a run.
 
 examples:
   linnaeus analyze --cfg my_exp.yaml --fractions 0.6,0.8 --modes train,val
@@ -149,7 +149,7 @@ class AnalyzeOptions(Options):
         needs="--predict",
     )
     sharding: None = choice(
-        "share the model among the ranks, or with hybrid among those of each node",
+        "shard the model over all ranks, or with hybrid over the ranks of each node",
         ("full", "hybrid", "none"),
         key="DIST.SHARDING",
         needs="--predict",

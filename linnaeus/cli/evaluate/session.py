@@ -82,7 +82,7 @@ class Session:
 def run(options: EvaluateOptions, config: Config, own: Config) -> int:
     """Evaluate, write the files and show the metrics; returns the exit code, 0.
 
-    `own` is the configuration of the run, `config` that with what the command line changes.
+    `own` is the configuration of the run, `config` includes the changes of the command line.
 
     Raises:
         LinnaeusError: something that the user can mend; the message says how.

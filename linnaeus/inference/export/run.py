@@ -261,10 +261,10 @@ def _reference(run: TrainedRun, kind: str) -> Model:
 
 
 def describe(run: TrainedRun, outputs: str | None, *, normalises: bool = False) -> dict[str, Any]:
-    """Classes, taxonomy, input and architecture, as plain values; of weights also how the run computes.
+    """Return classes, taxonomy, input and architecture as plain values; for weights also the precision.
 
-    Unknown parents are None in `levels`, which is for other programs, and -1 in `spec`, which is what a
-    checkpoint holds and Linnaeus reads.
+    Unknown parents are None in `levels`, which is for other programs. They are -1 in `spec`, which Linnaeus
+    reads, as in a checkpoint.
 
     Args:
         run: the run.
@@ -305,7 +305,7 @@ def describe(run: TrainedRun, outputs: str | None, *, normalises: bool = False) 
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
-    """A temporary file of the same name; what lies beside it goes to `path` when the context ends well.
+    """A temporary file of the same name. It and its side files move to `path` after success.
 
     Raises:
         ConfigError: `path` is a folder.

@@ -84,7 +84,7 @@ class Loaders:
         if wrong := {*pairs} - {(PROBE, PROBE + 1), *((size, size) for size in sizes)}:
             raise AutoBatchError(
                 f"AutoBatch: {self._where} makes batches of {wrong.pop()[0]} samples where {name} is "
-                f"{PROBE}; let it use self.{name} as it is"
+                f"{PROBE}; let it use self.{name} unchanged"
             )
         fixed = [None if one != other else one for one, other in pairs]
         self.follow = None in fixed
