@@ -76,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> Trainer:
     """Read the arguments, train, print, and return the trainer."""
     parser = argparse.ArgumentParser(description="Train on digits with Lightning and AutoBatch.")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--devices", type=int, default=1, help="processes")
+    parser.add_argument("--devices", type=int, default=1, help="number of ranks")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--max-batch-size", type=int, default=64)
     parser.add_argument(
-        "--effective-batch-size", type=int, help="samples per optimizer step of all processes"
+        "--effective-batch-size", type=int, help="samples per optimizer step of all ranks"
     )
     parser.add_argument("--memory-limit-gb", type=float)
     options = parser.parse_args(argv)

@@ -204,7 +204,7 @@ def nothing_fits(
         f"the search ended ({setting}) before a {kind} fitted" if setting else f"no {kind} fits"
     )
     if is_held := held_bytes >= limits.budget_bytes:  # then no size is small enough
-        reason += ", as the process already holds more than the budget"
+        reason += ", because the process already holds more than the budget"
     origin = "(memory_limit_gb)" if limits.total_name else f"on {device}"
     sizes = limits.budget_bytes, limits.total_bytes, held_bytes
     budget, total, held = map(in_units, sizes)

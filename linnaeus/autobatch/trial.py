@@ -126,7 +126,7 @@ class TrialRunner:
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._optimizers):
             raise AutoBatchError(
                 "AutoBatch: LBFGS in state fills its history over many steps, long after a trial has ended. "
-                "Give a batch size of your own, or use another optimizer."
+                "Set the batch size by hand, or use another optimizer."
             )
         self._modules = [part for part in self.state if isinstance(part, nn.Module)]
         self._is_prepared = self.training

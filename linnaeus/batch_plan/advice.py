@@ -74,7 +74,7 @@ def _fine_tuning(
         return None
     return (
         f"pretrained weights ({facts.pretrained_key}) may be forgotten with an effective batch of {size} "
-        f"and a learning rate of {learning_rate:.3g}; bring the rate to {limit:g} or less with "
+        f"and a learning rate of {learning_rate:.3g}; lower the learning rate to {limit:g} or less with "
         f"OPTIMIZER.LR, or lower {key}, and set SCHEDULE.WARMUP_EPOCHS"
     )
 

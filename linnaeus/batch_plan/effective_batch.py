@@ -190,7 +190,7 @@ def _contradictions(train: TrainConfig) -> list[str]:
     elif schedule.LENGTH is not None and schedule.LENGTH >= train.EPOCHS:
         problems.append(
             f"{SCHEDULE}.LENGTH: {schedule.LENGTH} epochs are not before the last of TRAIN.EPOCHS "
-            f"{train.EPOCHS}; {train.EPOCHS - 1} is the most"
+            f"{train.EPOCHS}; {train.EPOCHS - 1} is the maximum"
         )
     return problems
 
@@ -204,7 +204,7 @@ def _misfit(name: str, size: int, facts: Facts) -> str | None:
         return (
             f"{name}: {size} is above the samples of one epoch: "
             f"{counted(facts.num_samples, 'training sample')} on {counted(world_size, 'rank')}; "
-            f"{largest} is the most"
+            f"{largest} is the maximum"
         )
     if size % world_size:
         lower = size // world_size

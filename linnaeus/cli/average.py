@@ -38,7 +38,7 @@ def read(argv: Sequence[str]) -> tuple[AverageOptions, Config]:
     problems += [f"RUN: name one run, and not {word} too" for word in words]
     file = options.run / CONFIG
     if not problems and not file.is_file():
-        problems.append(f"RUN: {options.run} is no folder of a run: it has no {CONFIG}")
+        problems.append(f"RUN: {options.run} is not a run directory: it has no {CONFIG}")
     if problems:
         raise ConfigError(problems)
     config = load_config([], read_run_config(file)).config

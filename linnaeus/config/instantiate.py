@@ -90,7 +90,7 @@ def _not_callable_from_files(key: Key, name: Any) -> str | None:
     if key in _MODULES and inspect.isclass(found):
         bases = {f"{base.__module__}.{base.__name__}" for base in found.__mro__}
         if "torch.nn.modules.module.Module" not in bases:  # by name: this module loads no torch
-            return "which is a class, but no nn.Module"
+            return "a class, but not an nn.Module"
     return None
 
 

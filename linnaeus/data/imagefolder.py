@@ -256,7 +256,7 @@ def _check_depth(
             f"{folder}: {len(odd)} of {counted(len(images), 'image')} are not in "
             f"{counted(usual, 'class folder')} like most: {several([*first.values()][::-1])}; every level of "
             "folders is a level of the taxonomy. Move these images, or set DATA.DATASET.ALLOW_COARSE True "
-            "where finer labels are unknown"
+            "if finer labels are unknown"
         )
 
 

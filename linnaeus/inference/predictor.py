@@ -98,7 +98,7 @@ class Predictor:
                 )
             if self.tta and run.spec.preprocessing is None:
                 raise ConfigError(
-                    f"tta={self.tta}: the dataset of {run.checkpoint} gave tensors, which may be no images; "
+                    f"tta={self.tta}: the dataset of {run.checkpoint} gave tensors, which may not be images; "
                     "leave it out"
                 )
         assert first.taxonomy is not None
@@ -111,7 +111,7 @@ class Predictor:
             raise ConfigError("features=True: takes one run, as each has embeddings of its own")
         if self.features and not isinstance(first.model, HierarchicalClassifier):
             raise ConfigError(
-                "features=True: the model is one of your own, whose head is not known; leave it out"
+                "features=True: Linnaeus does not know the head of your own model; leave it out"
             )
         if self.top is None and not self.taxonomy.is_multilabel:
             self.top = 5

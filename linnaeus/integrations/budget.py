@@ -130,7 +130,7 @@ def find_budget(
         ends = Ends(dataset, collate, costs, unit, padded=padded, max_samples=max_samples)
         if ends.pads and not padded:
             raise ValueError(
-                "collate pads: some samples have more values in one batch than in batches of their own. Give "
+                "collate pads: some samples have more values in one batch than alone. Give "
                 "padded=True"
             )
 
@@ -244,7 +244,7 @@ class Ends:
     Attributes:
         costs, unit, padded, max_samples: of the batches.
         least, most: the smallest and the largest budget: of the longest sample, and of all samples.
-        pads: whether a batch of long and short samples has more values than these in batches of their own.
+        pads: whether a batch of long and short samples has more values than these alone.
     """
 
     def __init__(
@@ -408,7 +408,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
         if fewest > most * num_replicas:
             raise ValueError(
                 f"num_replicas is {num_replicas}, but {len(self._costs)} samples in {fewest} batches cannot "
-                "be shared out equally; raise the budget, or use fewer ranks"
+                "be divided equally; raise the budget, or use fewer ranks"
             )
 
     def __len__(self) -> int:

@@ -266,5 +266,5 @@ def divisor_of(
     raise AutoBatchError(
         f"{text}, {effective_batch_size / world_size:g} for each rank, which no batch size from "
         f"{smallest} to {largest}{f' in multiples of {multiple}' if multiple > 1 else ''} divides; "
-        f"{' or '.join(map(str, near)) or 'another size'} would do"
+        f"{' or '.join(map(str, near)) or 'another size'} would fit"
     )

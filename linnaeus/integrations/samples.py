@@ -73,7 +73,7 @@ def longest(
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of its range, an empty dataset, or a
-            `length` that does not go with the dataset.
+            `length` that cannot be used with the dataset.
     """
     check_count("n", n)
     with preserved_generators():
@@ -139,7 +139,7 @@ class Largest:
         self._num_needed, self._remedy, self._name = 1, remedy, type(dataset).__name__
         self._loading = loading
         if not is_read_by_index(dataset):
-            raise self._refusal("it is not read by index")
+            raise self._refusal("it cannot be read by index")
         if not len(dataset):
             raise ValueError("dataset is empty; it must have a sample")
         started, seconds = time.monotonic(), min(LOOK_S, 30 * timeout_minutes)
@@ -237,14 +237,14 @@ class Largest:
     def _checked(self, measured: tuple[Shapes, Shapes]) -> Shapes:
         one, other = measured
         if not one:
-            raise self._refusal("no tensor is found in a batch")
+            raise self._refusal("a batch contains no tensor")
         if one != other:
-            raise self._refusal("a batch made twice has two sizes")
+            raise self._refusal("the same batch has two sizes")
         return one
 
     def _refusal(self, why: str) -> AutoBatchError:
         return AutoBatchError(
-            f"AutoBatch: dataset {self._name}: {why}, so the largest is not known; {self._remedy}"
+            f"AutoBatch: dataset {self._name}: {why}, so the largest batch is unknown; {self._remedy}"
         )
 
 
@@ -339,7 +339,7 @@ def stored_lengths(
     """One length for each sample, without a look at the samples; None where there are none.
 
     Raises:
-        ValueError: a `length` that does not go with the dataset; see `longest`.
+        ValueError: a `length` that cannot be used with the dataset; see `longest`.
     """
     columns = getattr(dataset, "column_names", None) or []
     if isinstance(length, str):

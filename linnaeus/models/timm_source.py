@@ -14,7 +14,7 @@ from linnaeus.config.keys import suggest
 from linnaeus.runtime.errors import ConfigError, first_line
 
 REMEDY = (
-    "without a network, copy the folder of the Hugging Face cache (HF_HOME, ~/.cache/huggingface) from a "
+    "offline, copy the Hugging Face cache (HF_HOME, ~/.cache/huggingface) from a "
     "machine that has the weights, or name a folder that holds them with MODEL.NAME local-dir:FOLDER, or a "
     "file with MODEL.WEIGHTS FILE (and MODEL.PRETRAINED False)"
 )
@@ -66,7 +66,7 @@ def find_source(name: str, key: str = "MODEL.NAME") -> Source:
     kind = kind.replace("hf_hub", _HUB)
     if kind not in (_HUB, _FOLDER) or not place:
         raise ConfigError(
-            f"{key}: {name!r} names no place of a model; give {_HUB}:OWNER/MODEL or {_FOLDER}:FOLDER"
+            f"{key}: {name!r} is not a known source of models; use {_HUB}:OWNER/MODEL or {_FOLDER}:FOLDER"
         )
     try:
         if kind == _HUB:

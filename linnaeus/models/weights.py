@@ -217,7 +217,7 @@ def find_file(value: str) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise ConfigError(f"MODEL.WEIGHTS: {value!r} is not a file, nor the folder of a run")
+        raise ConfigError(f"MODEL.WEIGHTS: {value!r} is not a file, nor a run directory")
     found = checkpoint_file(path, "best") or checkpoint_file(path, "last")
     if found is not None:
         return found

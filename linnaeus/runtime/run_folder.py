@@ -393,7 +393,7 @@ class Claim:
         if not self.is_mine:
             holder = read_state(self.folder).holder
             raise LostFolderError(
-                f"{self.folder} is not the folder of this run any more: it was renamed or deleted"
+                f"{self.folder} no longer belongs to this run: it was renamed or deleted"
                 f"{f', or taken over by {holder}' if holder else ''}; this run (id {self.id}) ends here"
             )
 
@@ -408,7 +408,7 @@ class Claim:
         elif found != self.id:
             raise CheckpointError(
                 f"{path} belongs to the run with the id {found}, and {self.folder / RUN} to the run with the "
-                f"id {self.id}: two runs are mixed. Put the checkpoint back where it comes from, or choose "
+                f"id {self.id}: two runs are mixed. Restore the checkpoint's own file, or choose "
                 "another EXPERIMENT.NAME"
             )
 
@@ -625,7 +625,7 @@ def holds_run(folder: Path) -> bool:
 def cannot_write(folder: Path, error: OSError) -> ConfigError:
     """The error for the user when the folder of a run or a sweep cannot be made or written to."""
     is_file = isinstance(error, FileExistsError)
-    reason = f"{error.filename} is no folder" if is_file else why_not_written(error, folder)
+    reason = f"{error.filename} is not a folder" if is_file else why_not_written(error, folder)
     return ConfigError(
         f"EXPERIMENT.OUTPUT_DIR: {folder} cannot be written to: {reason}; choose another folder"
     )

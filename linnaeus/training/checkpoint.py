@@ -269,7 +269,7 @@ class Checkpoint:
         changed = [change for change in self.changes if change.startswith("LOSS")]
         if changed and state.get("criterion") and not is_rebuilt_from_config(target.criterion):
             raise ConfigError(
-                "EXPERIMENT.NAME: the checkpoint holds the state of your LOSS under other settings: "
+                "EXPERIMENT.NAME: the checkpoint holds the state of your LOSS with other settings: "
                 f"{', '.join(changed)}. {REMEDY}"
             )
         if isinstance(target.model, FSDPModule):
@@ -526,7 +526,7 @@ class CheckpointFolder:
         if reasons:
             raise CheckpointError(
                 f"{reasons[0]}. No other checkpoint in {self.folder} can be read either; delete them or "
-                "choose another EXPERIMENT.NAME to start anew"
+                "choose another EXPERIMENT.NAME to start over"
             )
         return None
 
@@ -622,13 +622,13 @@ def load_checkpoint(path: Path, *, mmap: bool = False, check: bool | None = None
         )  # torch's message advises to trust the file
         reason = "it holds more than tensors and plain values" if holds_code else first_line(error)
         raise CheckpointError(
-            f"{path} is damaged or no checkpoint of Linnaeus: {reason}"
+            f"{path} is damaged or not a checkpoint of Linnaeus: {reason}"
         ) from error
     names = content.keys() if isinstance(content, dict) else set()
     if missing := [name for name in _REQUIRED if name not in names]:
         raise CheckpointError(
-            f"{path} is no checkpoint of a run of Linnaeus: it has no {missing[0]} (for a file of weights "
-            "alone there is MODEL.WEIGHTS)"
+            f"{path} is not a checkpoint of Linnaeus: it has no {missing[0]} (to load only weights, "
+            "set MODEL.WEIGHTS)"
         )
     if content["progress"].keys() != vars(TrainingProgress()).keys():
         raise CheckpointError(

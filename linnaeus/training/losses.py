@@ -448,7 +448,7 @@ def _custom_loss(
         raise ConfigError(
             f"LOSS: {name} takes logits and labels of one level, but there are {len(counts)} "
             f"({', '.join(counts)}). With several, a loss gets a tuple of logits, [batch, classes] for each "
-            f"level, and labels [batch, {len(counts)}]: name one of your own, or leave out LOSS._target_ for "
+            f"level, and labels [batch, {len(counts)}]: use your own loss, or leave out LOSS._target_ for "
             "the built-in ones (LOSS.NAME, LOSS.LABEL_SMOOTHING, LOSS.LEVEL_WEIGHTS)"
         )
     return SingleLevel(loss, *counts)

@@ -190,7 +190,7 @@ def check_changes(changes: Iterable[Change], resume_with: str | None) -> None:
             remedy += ", take this configuration's with TRAIN.RESUME_WITH lr"
         raise ConfigError(
             f"EXPERIMENT.NAME: the checkpoint was written with another configuration: "
-            f"{', '.join(map(str, refused))}. {remedy}, or start anew: {REMEDY[0].lower()}{REMEDY[1:]}"
+            f"{', '.join(map(str, refused))}. {remedy}, or start over: {REMEDY[0].lower()}{REMEDY[1:]}"
         )
     for change in fixed:
         logger.info("TRAIN.RESUME_WITH %s: %s", resume_with, change)

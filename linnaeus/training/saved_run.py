@@ -128,7 +128,7 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
     if path.is_file():
         if str(checkpoint) not in ("best", str(path)):
             raise CheckpointError(
-                f"{path} is a checkpoint itself; leave out the checkpoint {checkpoint}"
+                f"{path} is already a checkpoint; leave out the checkpoint {checkpoint}"
             )
         return path
     if not path.is_dir():

@@ -49,7 +49,9 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
     }
     found = [f"{name} (set {remedy})" for name, (is_set, remedy) in refused.items() if is_set]
     if found:
-        raise ConfigError(f"DIST.SHARDING: {config.SHARDING!r} does not go with {', '.join(found)}")
+        raise ConfigError(
+            f"DIST.SHARDING: {config.SHARDING!r} cannot be used with {', '.join(found)}"
+        )
 
 
 def sharding_sentence(model: nn.Module, config: DistConfig, world: World) -> str | None:
@@ -149,7 +151,7 @@ def shard(
     )
     if config.PARAM_DTYPE != "fp32" and has_batchnorm:
         raise ConfigError(
-            f"DIST.PARAM_DTYPE: {config.PARAM_DTYPE!r} does not go with BatchNorm, whose statistics are "
+            f"DIST.PARAM_DTYPE: {config.PARAM_DTYPE!r} cannot be used with BatchNorm, whose statistics are "
             "fp32; set fp32, and TRAIN.AMP bf16"
         )
     sources = dict(model.named_parameters(remove_duplicate=False))

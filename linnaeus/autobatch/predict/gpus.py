@@ -122,7 +122,7 @@ def find_gpu(name: str) -> Gpu:
         if wanted in (_plain(known), _plain(re.sub("-[0-9]+gb$", "", known)))
     ]
     if len(found) > 1:
-        raise ValueError(f"{name!r} is of two sizes: give {' or '.join(found)}")
+        raise ValueError(f"{name!r} has two sizes: use {' or '.join(found)}")
     if not found:
         raise KeyError(name)
     base_mib = next(mib for names, mib in BASE_MIB.items() if found[0].startswith(names))
@@ -130,7 +130,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def device_that_would_do(num_bytes: float, note: str = "") -> str:
-    """Say how much memory a device needs, in GiB rounded up, and which GPU of the table has it.
+    """Return the memory that a device needs, in GiB rounded up, and the smallest GPU of the table with it.
 
     >>> device_that_would_do(24 * GIB, ", with nothing to spare")
     'a device of 24.00 GiB would do, with nothing to spare, such as rtx-5090'

@@ -74,7 +74,7 @@ class OverdueError(AutoBatchError):
 
     def __init__(self, rank: int, doing: str) -> None:
         self.rank, self.doing = rank, doing
-        super().__init__(f"AutoBatch: rank {rank} takes too long: it is {doing}")
+        super().__init__(f"AutoBatch: rank {rank} takes too long; its activity: {doing}")
 
 
 class Exchange:

@@ -161,6 +161,6 @@ def check_equal(control: ControlPlane, facts: Mapping[str, Any]) -> None:
         )
         raise AutoBatchError(
             f"AutoBatch: ranks {control.name_of(0)} and {control.name_of(rank)} call auto_find_batch_size "
-            f"with different arguments: {listed}. Give all ranks the same; only step, make_batch, state, "
-            "device, observer, memory_limit_gb and bounds may differ"
+            f"with different arguments: {listed}. Use the same on all ranks; only step, make_batch, "
+            "state, device, observer, memory_limit_gb and bounds may differ"
         )

@@ -40,7 +40,7 @@ def check_can_step_alone(state: Sequence[Any]) -> None:
         for name in _COMMUNICATING.intersection(kind.__name__ for kind in type(part).__mro__):
             raise AutoBatchError(
                 f"AutoBatch: {name} in state communicates in every step, but only one rank steps during a "
-                "search. Give a batch size of your own."
+                "search. Set the batch size by hand."
             )
     for wrapper in wrappers_in(state):
         has_builtin_hook = (

@@ -82,7 +82,7 @@ def _gpu(name: str) -> Gpu:
     except KeyError:
         hint = suggest(name.strip().lower(), GPUS)
         raise ValueError(
-            f"{name!r} is not a GPU of the list{hint}; known are {', '.join(GPUS)}; for others give "
+            f"{name!r} is not a known GPU{hint}; known are {', '.join(GPUS)}; for others give "
             "their GiB, such as --gpu 24"
         ) from None
 

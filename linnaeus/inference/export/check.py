@@ -31,7 +31,7 @@ def random_inputs(run: TrainedRun) -> Tensor:
     """
     if run.spec.in_chans is None or run.spec.img_size is None:
         raise DataError(
-            "the shape of the model's inputs is not known, as the run's dataset gave something else than "
+            "the shape of the model's inputs is not known, because the run's dataset did not give "
             "images; format=safetensors exports the weights"
         )
     shape = (NUM_IMAGES, run.spec.in_chans, *run.spec.img_size)

@@ -91,7 +91,7 @@ def export_run(
         ("preprocessing=True", preprocessing, programs),
     ):
         if is_given and format not in takes:
-            raise ConfigError(f"{name}: only goes with format={' or '.join(takes)}; leave it out")
+            raise ConfigError(f"{name}: is only for format={' or '.join(takes)}; leave it out")
     is_program = format in programs
     if preprocessing and (outputs == "logits" or not run.classes or run.spec.preprocessing is None):
         reason = "gives probabilities; leave out outputs=logits"

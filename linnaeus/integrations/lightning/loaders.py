@@ -30,7 +30,7 @@ Mode = Literal["train", "val"]
 
 _NUM_TRANSFERS = 8
 """Transfers of a batch whose shapes are compared."""
-_REMEDY = "give a function that makes the worst batch of n samples: make_batch="
+_REMEDY = "pass a function that makes the largest batch of n samples: make_batch="
 
 
 class Loaders:
@@ -144,7 +144,7 @@ class Loaders:
                 continue
             raise AutoBatchError(
                 "AutoBatch: on_after_batch_transfer or another hook of the transfer gives the same batch two "
-                "sizes, so the largest is not known; draw the size in the collate function, and give "
+                "sizes, so the largest batch is unknown; draw the size in the collate function, and give "
                 "make_batch="
             )
 
@@ -174,7 +174,7 @@ class Loaders:
                 raise AutoBatchError(
                     f"AutoBatch: {self._where}: the batch size of this {type(loader).__name__} cannot be "
                     "set. Return one DataLoader, or a list of them for validation, with a batch_size, and a "
-                    "sampler in place of a batch_sampler"
+                    "sampler instead of a batch_sampler"
                 )
         combined = CombinedLoader(given, "sequential")
         return combined, [loader.batch_size for loader in combined.flattened]
