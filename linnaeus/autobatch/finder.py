@@ -246,9 +246,9 @@ class BatchSizeFinder:
         if found.size is not None and (variation := self._variation(found.size)):
             logger.warning(
                 "warning: the memory of a step varies from call to call, by %.0f %% in trials. %s "
-                "is not certified: a training step may need more. Let make_batch(n) return the largest batch, "
-                "and do not drop layers or draw random sizes in the step during the "
-                "search, or lower target_memory_fraction",
+                "is not certified: a training step may need more. Let make_batch(n) return the largest "
+                "batch, and do not drop layers or draw random sizes in the step during the search, or lower "
+                "target_memory_fraction",
                 100 * variation,
                 sized(found.size, self._unit).capitalize(),
             )
@@ -648,7 +648,7 @@ def device_of(state: Sequence[Any], device: torch.device | str | None, mode: Mod
 
 
 def _check_device(device: torch.device | str) -> torch.device:
-    """Return a device that was asked for.
+    """Return a requested device.
 
     Raises:
         ValueError: it is not there.

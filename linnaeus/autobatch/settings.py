@@ -57,7 +57,7 @@ class SearchSettings:
     multiple_of: int = _setting(1, "only its multiples, and sizes below it, are tried", ge=1)
     memory_limit_gb: float | None = _setting(
         None,
-        "GiB; this process may hold the target fraction of it, whatever others use",
+        "GiB; this process may hold the target fraction of it, regardless of others",
         gt=0,
         lt=math.inf,
     )

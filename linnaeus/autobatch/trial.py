@@ -190,8 +190,8 @@ class TrialRunner:
     def run_jointly(self, size: int, lockstep: AbstractContextManager[object]) -> int:
         """Run the steps of a trial together with all other ranks, and return the peak in bytes.
 
-        Every rank takes the same number of steps, whatever it measures: there is no budget and no second
-        attempt, and an error is raised unchanged.
+        Every rank takes the same number of steps regardless of its measurements: there is no budget and no
+        second attempt, and an error is raised unchanged.
 
         Args:
             size: the batch size.
@@ -298,7 +298,7 @@ class TrialRunner:
         """Make a batch, and notice where `make_batch` has no more samples.
 
         A first dimension counts samples if it was the size in a smaller batch, with as many tensors and the
-        same shape otherwise, and grows. Fewer samples than asked for are all if twice the size gives no more.
+        same shape otherwise, and grows. Fewer samples than requested are all if twice the size gives no more.
         """
         batch = self.make_batch(size)
         given = self._num_given(batch, size)

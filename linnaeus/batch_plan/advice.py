@@ -33,7 +33,7 @@ def plan_advice(
     learning_rate: float,
     min_steps: int,
 ) -> str | None:
-    """Return the most urgent advice on the splits of a run; None where there is none.
+    """Return the most urgent advice on the splits of a run; None if there is none.
 
     It is the only advice on batch sizes that a run gives: two would ask for opposite things.
 

@@ -51,7 +51,7 @@ class Facts:
 
 
 def max_samples_per_rank(train: TrainConfig, facts: Facts) -> int | None:
-    """The most samples per rank and optimizer step that the TRAIN node asks for; None: as many as fit.
+    """The most samples per rank and optimizer step that the TRAIN node allows; None: as many as fit.
 
     A search for the largest size that fits need not go beyond it; before the search, `facts` have the largest
     micro-batch size that it may find.
@@ -108,7 +108,7 @@ def plan_epochs(
 
 
 def keeps_rest(train: TrainConfig) -> bool:
-    """Whether an epoch ends with a smaller step: no effective batch size is asked for."""
+    """Whether an epoch ends with a smaller step: no effective batch size is set."""
     return train.BATCH_SCHEDULE.NAME == "constant" and train.EFFECTIVE_BATCH_SIZE is None
 
 

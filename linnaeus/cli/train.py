@@ -40,7 +40,7 @@ nodes (--print-config shows every key):
 presets (group=name):
 {_table({group: ", ".join(names) for group, names in available().items()})}
 
-MODEL, DATA.DATASET, LOSS and OPTIMIZER also take a class of your own:
+MODEL, DATA.DATASET, LOSS and OPTIMIZER also take your own class:
   MODEL._target_=my_package.MyModel MODEL.width=64
 
 examples:
@@ -73,7 +73,7 @@ def run(options: TrainOptions, config: Config) -> int:
         The exit code: 0 done, 128 and the signal's number (130 for Ctrl-C) if stopped.
 
     Raises:
-        LinnaeusError: something that the user can mend; the message says how.
+        LinnaeusError: an error that the user can fix; the message says how.
     """
     if options.preview is not None:
         draw_preview(config, options.preview)

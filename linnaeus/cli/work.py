@@ -65,7 +65,7 @@ def run(options: WorkOptions) -> int:
     """Take runs, or submit jobs that do; returns the exit code.
 
     Raises:
-        LinnaeusError: something that the user can mend; the message says how.
+        LinnaeusError: an error that the user can fix; the message says how.
     """
     if options.launcher == "slurm":
         from linnaeus.sweep.slurm import submit, workers_script

@@ -213,7 +213,7 @@ def _hint(given: Mapping[str, Any], where: str, known: Mapping[str, inspect.Para
 def place_of(error: BaseException | None) -> str:
     """Return the last line that led to an error in a file that is neither Linnaeus' nor installed.
 
-    It reads ` (my_model.py, line 12, in forward)`; empty where there is none.
+    It reads ` (my_model.py, line 12, in forward)`; empty if there is none.
     """
     while error is not None and not isinstance(error, SyntaxError):  # whose text says its line
         frames = traceback.extract_tb(error.__traceback__)

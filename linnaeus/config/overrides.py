@@ -1,7 +1,7 @@
 """Parses the command line of the configuration. Pure: reads no file.
 
 Overrides are `KEY VALUE`, or Hydra's `KEY=VALUE` with its prefixes `+`, `++` and `~`. A lower-case
-`group=name` selects a preset or a file of one's own. Hydra's grammar reads the values.
+`group=name` selects a preset or your own file. Hydra's grammar reads the values.
 """
 
 from __future__ import annotations

@@ -408,7 +408,7 @@ class AugmentConfig:
     )
     REPEATS: int = key(
         1,
-        "times that a sample comes in an epoch, each time augmented anew; the epoch keeps its length and "
+        "times that a sample comes in an epoch, augmented anew each time; the epoch keeps its length and "
         "has that part of the samples",
         ge=1,
     )
@@ -520,7 +520,7 @@ class AutoBatchConfig:
     REPEATS: int = _search_key("repeats")
     MEMORY_LIMIT_GB: float | None = _search_key(
         "memory_limit_gb",
-        "each rank may hold TARGET_MEMORY_FRACTION of this at most, whatever others use",
+        "each rank may hold TARGET_MEMORY_FRACTION of this at most, regardless of others",
         unit="GiB",
     )
     MAX_TRIALS: int = _search_key("max_trials")
@@ -596,7 +596,7 @@ class DataConfig:
     BIT_DEPTH: int | None = key(
         None,
         "significant bits of integers wider than 8 bits; null measures the training files, and is 16 for "
-        "the 16-bit images of a dataset of your own",
+        "the 16-bit images of your own dataset",
         ge=8,
         le=16,
     )
@@ -611,10 +611,12 @@ class DataConfig:
         choices=("shuffle", "balanced", "sqrt"),
     )
     LIMIT_TRAIN_SAMPLES: int | None = key(
-        None, "train on so many random samples, the same in every epoch; null takes all", ge=1
+        None,
+        "train on this number of random samples, the same in every epoch; null takes all",
+        ge=1,
     )
     LIMIT_VAL_SAMPLES: int | None = key(
-        None, "validate on so many random samples, always the same; null takes all", ge=1
+        None, "validate on this number of random samples, always the same; null takes all", ge=1
     )
     AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and preprocessing")
     AUTOBATCH: AutoBatchConfig = key(AutoBatchConfig, "the batch-size search")
@@ -834,7 +836,7 @@ class EmaConfig:
     )
     SWA_EPOCHS: int | None = key(
         None,
-        "stochastic weight averaging: average the steps of so many last epochs equally, and keep the "
+        "stochastic weight averaging: average the steps of this number of last epochs equally, and keep the "
         "learning rate at SCHEDULE.MIN_LR_FRACTION in them; null is the exponential average",
         ge=1,
     )
@@ -897,7 +899,7 @@ class TrainConfig:
     )
     OVERFIT_BATCHES: int | None = key(
         None,
-        "train on so many effective batches, the same in every epoch, and validate on them without "
+        "train on this number of effective batches, the same in every epoch, and validate on them without "
         "augmentation; null takes all data",
         ge=1,
     )

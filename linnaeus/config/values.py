@@ -154,7 +154,7 @@ def fill_nulls(root: DictConfig, cfg: str | None) -> set[tuple[str, ...]]:
     """
 
     def of_dataset(name: str) -> Any:
-        """The value of a key; None where there is none, or where it cannot be resolved."""
+        """Return the value of a key; None if there is none or it cannot be resolved."""
         key = f"DATA.DATASET.{name}"
         return OmegaConf.select(root, key, throw_on_resolution_failure=False)
 

@@ -239,7 +239,7 @@ def _open(path: str | Path, channels: int, decoding: Decoding) -> Image.Image | 
 
 
 def _open_pillow(path: str | Path | BytesIO, decoding: Decoding) -> Image.Image:
-    """Open an image that Pillow reads, whatever its file name."""
+    """Open an image that Pillow reads regardless of its file name."""
     # Pillow has one limit for the process, above which it warns. The limit is raised, never lowered.
     if Image.MAX_IMAGE_PIXELS is not None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, decoding.max_pixels)

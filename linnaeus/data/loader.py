@@ -289,7 +289,7 @@ def build_loaders(
     seed: int,
     mixed_epochs: int = sys.maxsize,
 ) -> Loaders:
-    """Loaders of all splits. Validation keeps every sample, training those that `sizes` asks for.
+    """Loaders of all splits. Validation keeps every sample, training only the samples of `sizes`.
 
     Args:
         config: the DATA node.

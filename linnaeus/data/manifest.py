@@ -74,7 +74,7 @@ class Table:
         rows: the other cells, categories of texts, by position in `images`.
         dataset: the DATA.DATASET node.
         split: the split that a column gives to the rows, where it is not the split of the file.
-        root: folder that paths start from; None where it is to be found.
+        root: folder that paths start from; None to search for it.
     """
 
     path: Path

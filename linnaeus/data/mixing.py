@@ -170,7 +170,7 @@ def soft_targets(labels: Tensor, num_classes: Sequence[int]) -> Tensor:
 
 
 def one_hot(labels: Tensor, num_classes: int) -> Tensor:
-    """Which class each label names, as bool [B, num_classes]; False throughout where it is unknown (-1).
+    """Which class each label names, as bool [B, num_classes]; all False if it is unknown (-1).
 
     Unlike `torch.nn.functional.one_hot` it reads no value, so it can be traced.
     """

@@ -225,7 +225,7 @@ class Pipeline:
         rows, columns = (2.0 * side for side in step.size)
         if not isinstance(step, RandomCrop):
             return rows / step.fraction, columns / step.fraction
-        if min(height / rows, width / columns) < 2:  # no scale is small enough, whatever the crop
+        if min(height / rows, width / columns) < 2:  # no scale is small enough for any crop
             return height, width
         state = random.getstate()
         _, _, crop_height, crop_width = step.draw(height, width)

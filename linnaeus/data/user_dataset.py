@@ -67,7 +67,7 @@ class UserDataset(Dataset[Any]):
 
     @property
     def targets(self) -> Tensor | None:
-        """Labels [N, L] of all samples, from the dataset's own `targets`; None where it has none.
+        """Labels [N, L] of all samples, from the dataset's own `targets`; None if it has none.
 
         Raises:
             DataError: they are of another form, or not one for each sample.
@@ -111,7 +111,7 @@ class UserDataset(Dataset[Any]):
 
 
 def _plain_label(target: Any) -> int | tuple[int, ...] | None:
-    """Return a target as Python's own whole numbers; None where it is anything else."""
+    """Return a target as Python's own whole numbers; None for anything else."""
     value = target.tolist() if hasattr(target, "tolist") else target
     if isinstance(value, list | tuple) and all(type(each) is int for each in value):
         return tuple(value)
@@ -411,7 +411,7 @@ def _labels(values: Any, num_samples: int | None, taxonomy: Taxonomy, where: str
     """Labels [N, L], int64, one per level, -1 where unknown, from whole numbers of any type.
 
     Args:
-        values: [N, L], or [N] where there is one level; without the N for a single sample.
+        values: [N, L], or [N] with one level; without the N for a single sample.
         num_samples: N; None for a single sample.
 
     Raises:

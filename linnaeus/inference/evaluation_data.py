@@ -1,4 +1,4 @@
-"""The data of an evaluation, with the labels of the run: whatever classes, order and levels the data has."""
+"""The data of an evaluation, with the labels of the runfor any classes, order and levels of the data."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _found_listing(
 
 
 def _saved_validation(request: EvaluationRequest) -> Listing | None:
-    """The validation split that the run has saved; None where it has not, or its images are elsewhere now."""
+    """The validation split that the run has saved; None if it has not, or its images are elsewhere now."""
     file = request.split_file
     if file is None or not file.is_file():
         return None

@@ -192,7 +192,7 @@ class LevelFigures:
 
         Args:
             level: its name and classes.
-            labels: [N, 2], true and predicted; a true one is -1 where it is unknown.
+            labels: [N, 2], true and predicted; a true one is -1 if unknown.
             log_p: [N, 2], log-probabilities of the true and of the predicted class.
 
         Raises:

@@ -108,7 +108,9 @@ class Predictor:
                 "path=True: the run has several labels for an image and no path; leave it out"
             )
         if self.features and len(self.runs) > 1:
-            raise ConfigError("features=True: takes one run, as each has embeddings of its own")
+            raise ConfigError(
+                "features=True: takes one run, because each run has its own embeddings"
+            )
         if self.features and not isinstance(first.model, HierarchicalClassifier):
             raise ConfigError(
                 "features=True: Linnaeus does not know the head of your own model; leave it out"

@@ -49,8 +49,8 @@ class BudgetResult:
 
     Attributes:
         budget: the largest cost of a batch that ran within the memory.
-        padded: as asked for.
-        max_samples: as asked for.
+        padded: as requested.
+        max_samples: as requested.
         costs: of each sample, for `BudgetBatchSampler`.
         search: with every trial; its `batch_size` is the budget.
     """

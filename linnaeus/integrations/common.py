@@ -30,7 +30,7 @@ SET_BY_ADAPTER = {"step", "make_batch", "state", "mode", "device", "bounds", "gr
 """Arguments of `auto_find_batch_size` that an adapter sets itself."""
 
 NOTABLE_GROWTH = 4
-"""A batch that has grown by more than this factor asks for another learning rate."""
+"""A batch that has grown by more than this factor may need another learning rate."""
 
 NOTABLE_BYTES = 2**20
 """Smallest outputs kept by a loop that count."""
@@ -211,7 +211,7 @@ class WholeLoop:
 
 
 def warn_of_growth(before: int, after: int) -> None:
-    """Say where the samples of a step have become so many that the learning rate is another question."""
+    """Warn if the samples of a step have grown so much that the learning rate may be wrong."""
     if after > NOTABLE_GROWTH * before:
         logger.warning(
             "warning: a step takes %d samples, %.3g times as many as before (%d): check the learning rate",

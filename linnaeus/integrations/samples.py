@@ -29,7 +29,7 @@ from linnaeus.autobatch.state.rng import preserved_generators
 STORED = ("length", "lengths")
 """Columns in which the samples' lengths are looked for."""
 PROBED = 64
-"""Samples whose batches tell whether samples differ in size."""
+"""Number of samples whose batches show whether sizes differ."""
 LOOKED_AT, LOOK_S = 2000, 30.0
 """Maximum number of samples to look at if their shapes differ, and the seconds for it."""
 PARTS = 8
@@ -336,7 +336,7 @@ def num_values(sample: Any) -> int:
 def stored_lengths(
     dataset: Any, length: str | Sequence[int] | None = None, argument: str = "length"
 ) -> Sequence[Any] | None:
-    """One length for each sample, without a look at the samples; None where there are none.
+    """One length for each sample, without a look at the samples; None if there are none.
 
     Raises:
         ValueError: a `length` that cannot be used with the dataset; see `longest`.

@@ -34,7 +34,7 @@ class Source:
     Attributes:
         name: as `timm.create_model` takes it.
         architecture: name of the model without tag and source.
-        cfg: timm's `pretrained_cfg`, which describes the pretrained weights; empty where there is none.
+        cfg: timm's `pretrained_cfg`, which describes the pretrained weights; empty if there is none.
         kind: `hf-hub`, `local-dir`, or empty for a name of timm's list.
         arguments: model arguments in its description.
     """

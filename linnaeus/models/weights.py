@@ -119,7 +119,7 @@ class _Candidate:
         tensors: by their names without `wrappers`.
         wrappers: the parts of torch's wrappers that names had.
         prefix: of the names of the backbone.
-        num_matching: number of the backbone's names that it has; 0 where it is less than half of them.
+        num_matching: number of the backbone's names that it has; 0 if it has less than half of them.
         is_average: whether key or prefix say that the tensors are an average.
     """
 
@@ -185,7 +185,7 @@ def _architecture(content: Any) -> str | None:
 
 
 def _classes(spec: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """Return the names of the classes in a `ModelSpec` of plain values; None where it has none."""
+    """Return the names of the classes in a `ModelSpec` of plain values; None if it has none."""
     try:
         levels = spec["taxonomy"]["levels"]
         return {str(level["name"]): [str(each) for each in level["classes"]] for level in levels}
@@ -239,7 +239,7 @@ def saved_spec(value: str) -> Mapping[str, Any]:
     path = find_file(value)
     try:
         return _spec(read_export(path) if path.suffix == ".safetensors" else _load(path))
-    except Exception:  # reading the weights says so
+    except Exception:  # reading the weights reports it
         return {}
 
 

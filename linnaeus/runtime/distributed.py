@@ -409,7 +409,7 @@ def agree_on_attempt(
     while True:
         if rank == 0:
             tokens = {0: token} | {other: keys.get(f"token/{other}") for other in other_ranks}
-            # A token of an earlier attempt is replaced as soon as its rank has started anew.
+            # A token of an earlier attempt is replaced when its rank has restarted.
             if tokens != told:
                 keys.put("attempt", told := tokens)
             late = ", ".join(

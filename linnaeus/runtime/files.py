@@ -36,7 +36,7 @@ def suggest_path(path: Path) -> str:
 
 
 def other_spelling(path: Path) -> Path | None:
-    """The file or folder of this path in another case, or with another ending; None where there is none."""
+    """The file or folder of this path in another case, or with another ending; None if there is none."""
     if os.path.exists(path) or path == path.parent:  # noqa: PTH110 (no error for long names)
         return path
     beside = sorted((other_spelling(path.parent) or path).glob("*"))
@@ -59,7 +59,7 @@ def suggest_run(path: Path) -> str:
 
 
 def checkpoint_file(run: Path, name: str) -> Path | None:
-    """Return the file of the checkpoint `best` or `last` in a run's folder; None where there is none.
+    """Return the file of the checkpoint `best` or `last` in a run's folder; None if there is none.
 
     A run that was killed while it saved may have its last checkpoint in `pending.pt` or `previous.pt`.
     """
@@ -161,7 +161,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file; None where there is no such file, or it is damaged."""
+    """Return the object in a file; None if there is no such file or it is damaged."""
     try:
         content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):  # UnicodeDecodeError is a ValueError

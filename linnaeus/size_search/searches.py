@@ -208,7 +208,7 @@ class SizeSearch:
         return freezing.unfrozen(only_if=freezing.ends_within(self.train.most_epochs))
 
     def batches(self, spec: BatchSpec, size: int, num_batches: int = 1) -> Iterator[Batch]:
-        """Make each batch when it is asked for: as in training, only one exists at a time.
+        """Make each batch on request: as in training, only one exists at a time.
 
         On a GPU there is one more, which the loader copies there during the step.
         """
@@ -252,7 +252,7 @@ class SizeSearch:
 def find_sizes(
     search: SizeSearch, earlier: Mapping[str, int] | None = None
 ) -> dict[str, AutoBatchResult]:
-    """Search each mode that the configuration asks for; see `search_on_ranks`. Every rank must call this.
+    """Search each mode that the configuration requires; see `search_on_ranks`. Every rank must call this.
 
     Args:
         search: the search of this run.

@@ -199,7 +199,7 @@ class Worker:
         return EXIT_SOME_FAILED if {*mine} & {"failed", "interrupted"} else 0
 
     def _take(self) -> tuple[Claim, SweepRun, int | None] | None:
-        """Claim a run that nobody has; None where there is none."""
+        """Claim a run that nobody has; None if there is none."""
         self._sweep.check_is_there()
         for trial, run in self._open():
             if self._tries[run.folder] >= TRIES or read_state(run.folder).status in ENDED:
@@ -273,7 +273,7 @@ def _reason(folder: Path, code: int, begin: int) -> str:
 
 
 def saved_at(folder: Path) -> int | None:
-    """When the last checkpoint of a run was written, in ns; None where there is none."""
+    """When the last checkpoint of a run was written, in ns; None if there is none."""
     path = checkpoint_file(folder, "last")
     return None if path is None else path.stat().st_mtime_ns
 

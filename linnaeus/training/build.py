@@ -249,7 +249,7 @@ def assemble(
 
 
 def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Module:
-    """The loss, on its device, with the values of classes that `LOSS` asks for."""
+    """The loss, on its device, with the class values that `LOSS` needs."""
     taxonomy = data.taxonomy
     statistics = None if is_target(node) or taxonomy is None else class_statistics(node, data)
     criterion = build_loss(node, taxonomy, device, statistics).to(device)

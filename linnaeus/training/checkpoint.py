@@ -97,7 +97,7 @@ class TrainingProgress:
         metrics: metrics of the last validation.
         best_metrics: the best value of each metric so far, where one was finite.
         seconds: time spent in training steps, loading included, validation not.
-        best_epoch: the epoch of `best`; None where it is not known.
+        best_epoch: the epoch of `best`; None if unknown.
         watched_best: best value of the metric that early stopping watches, where larger is better.
         num_stale: validations since the last improvement.
     """
@@ -178,7 +178,7 @@ class TrainingState:
         """Restore the result of `state_dict`, but for the values that come from the configuration.
 
         These are learning rate, weight decay, and the weights of a loss that learns nothing. A gradient
-        scaler that was off starts anew, as does a new average.
+        scaler that was off starts over, like a new average.
 
         Args:
             state: the state; the optimizer may keep its tensors.
@@ -288,7 +288,7 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """`last.pt`, the one before it in `previous.pt`, `best.pt`, and numbered ones where they are asked for.
+    """`last.pt`, the one before it in `previous.pt`, `best.pt`, and numbered ones on request.
 
     A new checkpoint is written to `pending.pt` first. A process that is killed at any moment leaves at least
     one of `last.pt`, `previous.pt` and `pending.pt` whole, even where `last.pt` was damaged before. One of
@@ -550,7 +550,7 @@ class CheckpointFolder:
         return self._load(read, world)
 
     def load_best(self, world: World) -> Checkpoint | None:
-        """The best checkpoint; None where there is none. Otherwise as `load_latest`."""
+        """The best checkpoint; None if there is none. Otherwise as `load_latest`."""
         self.wait()
 
         def read() -> dict[str, Any] | None:

@@ -378,7 +378,7 @@ def build_loss(
 
     Args:
         node: `LossConfig`, or a `_target_` node of a callable (outputs, targets) -> scalar, a mean over the
-            samples. Lists of numbers arrive as tensors where the signature asks for a tensor.
+            samples. Lists of numbers arrive as tensors if the signature has a tensor.
         taxonomy: levels and classes of the labels; None when a user's dataset has none.
         device: of those tensors; None is torch's default.
         statistics: values [C] of the classes of each level, see `class_statistics`. Without them their

@@ -22,7 +22,7 @@ def build_optimizer(
     Args:
         node: `OptimizerConfig` (timm's factory: no weight decay on biases, norms and the model's
             `no_weight_decay` names), or a `_target_` node of a callable that takes the parameters first.
-            A group's `lr_scale`, where it has one, is for the schedule to apply.
+            A group's `lr_scale`, if it has one, is applied by the schedule.
         model: without DistributedDataParallel.
         loss_parameters: become the last group, without weight decay.
 

@@ -201,7 +201,7 @@ def check_classes(spec: Mapping[str, Any], taxonomy: Taxonomy | None, run: Path)
 
     Args:
         spec: the checkpoint's `ModelSpec` as plain values.
-        taxonomy: of the data; None where it has no classes.
+        taxonomy: of the data; None if it has no classes.
         run: folder of the run, for the remedy.
 
     Raises:
@@ -326,7 +326,7 @@ def is_finished(progress: TrainingProgress, train: TrainConfig, result: Path, wo
 
 
 def restore_generators(content: Mapping[str, Any], world: World, seed: int) -> None:
-    """Restore this rank's random number generators; on another number of ranks, seed them anew.
+    """Restore this rank's random number generators; on another number of ranks, reseed them.
 
     Args:
         content: of a checkpoint.

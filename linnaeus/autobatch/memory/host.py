@@ -243,7 +243,7 @@ def _pools() -> list[MemoryPool]:
 def _read_pool(
     folder: Path, limit_file: str, usage_file: str, reclaimable: str
 ) -> MemoryPool | None:
-    """Return the pool of one cgroup; None where it has no limit or cannot be read."""
+    """Return the pool of one cgroup; None if it has no limit or cannot be read."""
     try:
         limit_bytes = int((folder / limit_file).read_text())  # "max" means no limit
         used_bytes = int((folder / usage_file).read_text())

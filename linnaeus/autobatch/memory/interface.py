@@ -56,7 +56,7 @@ class DeviceMemory(FailedAllocations, ABC):
 
         Args:
             fraction: of the total that may be in use on the device, by all processes, in (0, 1].
-            limit_bytes: this process may hold `fraction` of it, whatever others use; None is no such limit.
+            limit_bytes: this process may hold `fraction` of it, regardless of others; None is no such limit.
         """
 
     def settle(self, excluded_bytes: int = 0) -> None:

@@ -117,8 +117,8 @@ class ControlPlane(Exchange):
             self.end_process(failure)
 
     def _run(self) -> None:
-        # After the process that hosts the store has ended, no rank can be heard. The rest of training needs no
-        # store, such as a last checkpoint.
+        # After the process that hosts the store has ended, no rank can be heard. The rest of training, such
+        # as a last checkpoint, needs no store.
         with contextlib.suppress(torch_dist.DistError):
             while not self._closed.wait(BEAT_S):
                 with contextlib.suppress(MemoryError):  # a trial's cap applies to this thread too

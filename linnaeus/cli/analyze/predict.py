@@ -78,7 +78,7 @@ def _predict_variant(setup: Setup, name: str, options: AnalyzeOptions, analysis:
                 **run_settings(setup.config.MODEL, search),
             }
             logger.info(
-                "predicted, not measured; docs/prediction.md says how exactly: %s",
+                "predicted, not measured; see docs/prediction.md for the accuracy: %s",
                 sentence(analysis.environment),
             )
         if len(numbers) > 1:

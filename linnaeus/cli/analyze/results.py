@@ -99,7 +99,7 @@ class Analysis:
         return list(dict.fromkeys(found.values()))
 
     def sorted_rows(self) -> list[Row]:
-        """Return the rows by mode, variant and device, each in the order asked for, and fraction."""
+        """Return the rows by mode, variant and device, each in the requested order, and fraction."""
         places = list(dict.fromkeys((row.variant, row.device) for row in self.rows))
         return sorted(
             self.rows,

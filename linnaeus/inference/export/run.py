@@ -175,7 +175,7 @@ def _write_program(
                 (prepare(inputs[:2]).to(run.device),),
                 dynamic_shapes={"images": {0: Dim("batch")}},
             )
-    except Exception as error:  # whatever a user's model does
+    except Exception as error:  # a user's model may raise anything
         raise LinnaeusError(
             f"the model cannot be traced by torch.export ({type(error).__name__}: {first_line(error)}); "
             "format=safetensors exports its weights"

@@ -125,7 +125,7 @@ class Loaders:
         return max(rounds)
 
     def batches(self, size: int) -> Iterator[tuple[Any, int]]:
-        """A batch of each loader, made when it is asked for, with the number of the loader."""
+        """A batch of each loader, made on request, with the number of the loader."""
         if self._make_batch is not None:
             yield self._make_batch(size), 0
         for number, (look, (_, fixed)) in enumerate(zip(self.looks, self._loaders, strict=False)):

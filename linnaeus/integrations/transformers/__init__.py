@@ -66,7 +66,7 @@ def autobatch(
     `hyperparameter_search`.
 
     Args:
-        trainer: a `Trainer`, of a subclass of your own or of TRL's `SFTTrainer`, `DPOTrainer` or
+        trainer: a `Trainer`, your own subclass or TRL's `SFTTrainer`, `DPOTrainer` or
             `RewardTrainer`.
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
         budget: "tokens" makes batches of as many tokens as fit, few long samples or many short ones, with

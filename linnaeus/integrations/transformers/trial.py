@@ -115,7 +115,7 @@ class Rehearsal:
         """Run prediction steps as the trainer's evaluation does, beside the outputs kept by its loop.
 
         Args:
-            num_samples: of the loop; None where it is not known.
+            num_samples: of the loop; None if unknown.
             batches: the batch, and one more.
         """
         trainer, args = self._trainer, self._trainer.args
