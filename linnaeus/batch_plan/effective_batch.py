@@ -23,7 +23,7 @@ class Facts:
         world_size: number of ranks.
         num_samples: number of training samples.
         learning_rate, weight_decay: the optimizer's, before scaling; the learning rate is its peak.
-        batchnorm: `none`, `local` (each rank normalises its own micro-batches) or `synchronised` over all
+        batchnorm: `none`, `local` (each rank normalizes its own micro-batches) or `synchronised` over all
             ranks.
         pretrained: whether training starts from pretrained weights.
         pretrained_key: the key that names those weights.

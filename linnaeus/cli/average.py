@@ -35,7 +35,7 @@ def read(argv: Sequence[str]) -> tuple[AverageOptions, Config]:
     from linnaeus.config.load import load_config, read_run_config
 
     options, words, problems = PARSER.words(argv)
-    problems += [f"RUN: name one run, and not {word} too" for word in words]
+    problems += [f"RUN: name only one run; leave out {word}" for word in words]
     file = options.run / CONFIG
     if not problems and not file.is_file():
         problems.append(f"RUN: {options.run} is not a run directory: it has no {CONFIG}")

@@ -135,7 +135,7 @@ class CheckpointOptions(RunOptions):
     )
 
     def load(self, run: Path, device: str) -> TrainedRun:
-        """Load a run. Arguments and errors are those of `load_run`."""
+        """Load a run. See `load_run` for arguments and errors."""
         from linnaeus.inference.trained import load_run
 
         checkpoint = self.checkpoint or "best"

@@ -216,7 +216,7 @@ class ExperimentConfig:
     )
     LOGGERS: list[str] = key(
         list,
-        "where metrics go beside `metrics.jsonl`",
+        "loggers of the metrics, in addition to `metrics.jsonl`",
         choices=("wandb", "tensorboard", "mlflow"),
     )
     WANDB: WandbConfig = key(WandbConfig, "Weights & Biases")
@@ -264,13 +264,13 @@ class DatasetConfig:
     )
     TEST: str | None = key(
         None,
-        "as TRAIN, for a test, which the best checkpoint is evaluated on at the end; null is `test` or "
-        "`test.csv` where it exists beside a validation split",
+        "as TRAIN, for the test split, on which the best checkpoint is evaluated at the end; null is `test` "
+        "or `test.csv` if it exists beside a validation split",
     )
     SPLIT_COLUMN: str | None = key(
         None,
-        "manifest column that says which split a row is in, or which fold where FOLD is set; null is a "
-        "column such as `split`, `subset` or `is_valid` whose values mean splits",
+        "manifest column with the split of each row, or with its fold if FOLD is set; null is a "
+        "column such as `split`, `subset` or `is_valid` whose values are splits",
     )
     ALLOW_COARSE: bool | None = key(
         None,
@@ -278,7 +278,7 @@ class DatasetConfig:
         "them, null refuses a level that most images lack",
     )
     VAL_FRACTION: float = key(
-        0.2, "fraction held out where the data has no validation split", gt=0, lt=1
+        0.2, "fraction held out if the data has no validation split", gt=0, lt=1
     )
     GROUP_COLUMN: str | None = key(
         None,
@@ -353,11 +353,11 @@ DATASET_KEYS = {
 
 @dataclass
 class AugmentConfig:
-    """Training augmentation, and how both splits are resized and normalised (torchvision v2)."""
+    """Training augmentation, and how both splits are resized and normalized (torchvision v2)."""
 
     CROP_SCALE: list[float] | None = key(
         None,
-        "area of a random crop as a fraction of the image's, [low, high]; [1, 1] is a centre crop; null is "
+        "area of a random crop as a fraction of the image's, [low, high]; [1, 1] is a center crop; null is "
         "[0.35, 1] for image files, else [0.8, 1]",
         gt=0,
         le=1,
@@ -491,7 +491,7 @@ class AutoBatchConfig:
     MIN_STEPS_PER_EPOCH: int = key(
         10,
         "optimizer steps that an epoch keeps at least, which bounds the training size; MIN_BATCH_SIZE wins "
-        "over it, and TRAIN.EFFECTIVE_BATCH_SIZE and TRAIN.BATCH_SCHEDULE say the steps themselves; 1 is no "
+        "over it, and TRAIN.EFFECTIVE_BATCH_SIZE and TRAIN.BATCH_SCHEDULE set the steps instead; 1 is no "
         "bound",
         ge=1,
     )
@@ -881,10 +881,10 @@ class EarlyStoppingConfig:
     )
     METRIC: str | None = key(
         None,
-        "metric of the validation that has to improve, such as `loss`; `plateau` watches it too; null "
+        "validation metric that must improve, such as `loss`; `plateau` watches it too; null "
         "is BEST_METRIC",
     )
-    MIN_DELTA: float = key(0.0, "an improvement is larger than this", ge=0)
+    MIN_DELTA: float = key(0.0, "an improvement must be larger than this", ge=0)
 
 
 @dataclass
@@ -894,7 +894,7 @@ class TrainConfig:
     EPOCHS: int = key(12, "passes over the training data", ge=1)
     MAX_STEPS: int | None = key(
         None,
-        "optimizer steps of the whole run, in place of EPOCHS; SCHEDULE ends with them; null trains EPOCHS",
+        "optimizer steps of the whole run, instead of EPOCHS; SCHEDULE ends with them; null trains EPOCHS",
         ge=1,
     )
     OVERFIT_BATCHES: int | None = key(
@@ -941,14 +941,14 @@ class TrainConfig:
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
     COMPILE_DYNAMIC: bool | None = key(
-        None, "compile for all shapes at once; null: where a shape has changed"
+        None, "compile for all shapes at once; null: after a shape has changed"
     )
     ON_OUT_OF_MEMORY: str = key(
         "raise",
         "when training runs out of memory: `raise` ends the run and lists the contents of the memory; "
-        "`split` takes the optimizer step again with micro-batches of half the size, and trains on "
-        "with these. "
-        "With several ranks `split` ends the run with a checkpoint, which AUTO_RESUME resumes so",
+        "`split` repeats the optimizer step with micro-batches of half the size, and keeps "
+        "these sizes. "
+        "With several ranks, `split` ends the run with a checkpoint, and AUTO_RESUME continues so",
         choices=("raise", "split"),
     )
     SYNC_BATCHNORM: bool = key(False, "compute BatchNorm statistics over all ranks")
@@ -973,7 +973,7 @@ class TrainConfig:
     )
     BEST_METRIC: str | None = key(
         None,
-        "metric of the validation that decides which checkpoint is best, such as `macro/LEVEL` or `loss`; "
+        "validation metric that selects the best checkpoint, such as `macro/LEVEL` or `loss`; "
         "early stopping and `plateau` watch it too; null is top-1 of the finest level, or the loss",
     )
     CHECKPOINT_EVERY: int = key(

@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     """Input of one training or validation step.
 
     Attributes:
-        inputs: pixels, uint8 tensor [B, C, H, W], which the device normalises; where a user's dataset gives
+        inputs: pixels, uint8 tensor [B, C, H, W], which the device normalizes; where a user's dataset gives
             tensors, any nest of them.
         targets: int64 tensor [B, L], one column per level of the taxonomy, -1 where unknown; with several
             labels per sample, float32 tensor [B, C] of 1, 0, and -1 where unknown; for a user's dataset
@@ -140,7 +140,7 @@ class BatchSpec:
         num_samples: samples to look at.
         seed: for datasets and collate functions that draw random numbers. The state of the global random
             generators is restored.
-        choose: draws the `choices` of a batch; None where the device only normalises.
+        choose: draws the `choices` of a batch; None where the device only normalizes.
 
     Raises:
         DataError: the dataset is empty.

@@ -1,4 +1,4 @@
-"""The device's part of preparing a batch: normalisation, erasing, and Mixup and CutMix of pairs of samples.
+"""The device's part of preparing a batch: normalization, erasing, and Mixup and CutMix of pairs of samples.
 
 Shapes: B is the number of samples in a batch, L the number of levels, C the sum of the classes of
 all levels.
@@ -96,7 +96,7 @@ class DeviceTransform:
 
     Attributes:
         normalise: for pixels (uint8); other inputs are inputs of the model already.
-        erasing: erases rectangles of normalised pixels, in training.
+        erasing: erases rectangles of normalized pixels, in training.
         mixing: Mixup and CutMix, in training.
     """
 
@@ -180,7 +180,7 @@ def one_hot(labels: Tensor, num_classes: int) -> Tensor:
 def build_device_transform(
     augment: AugmentConfig, taxonomy: Taxonomy | None, preprocessing: Preprocessing | None
 ) -> DeviceTransform:
-    """The device's part of `DATA.AUGMENT`; without a preprocessing, inputs are neither normalised nor erased.
+    """The device's part of `DATA.AUGMENT`; without a preprocessing, inputs are neither normalized nor erased.
 
     Raises:
         ConfigError: mixing is on, and there are no classes.

@@ -1,4 +1,4 @@
-"""Augmentation and resizing of uint8 tensors [C, H, W], and normalisation."""
+"""Augmentation and resizing of uint8 tensors [C, H, W], and normalization."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _POLICIES: dict[str, Callable[[], Any]] = {
 }
 
 _LUMINANCE = (0.299, 0.587, 0.114)
-"""Parts of red, green and blue in grey (ITU-R BT.601), with which Pillow reads colour images as grey ones."""
+"""Parts of red, green and blue in grey (ITU-R BT.601), with which Pillow reads color images as grey ones."""
 _MOST_PIXELS_IN_PILLOW = 128 * 128
 """Up to this size, Pillow augments an image faster than torch does, whose calls take longer."""
 
 
 class ResizeCenterCrop:
-    """Resize an image, then crop or pad it around its centre, with the arithmetic of timm.
+    """Resize an image, then crop or pad it around its center, with the arithmetic of timm.
 
     Args:
         size: height and width of the result, in pixels.
@@ -311,7 +311,7 @@ class Preprocessing:
     Attributes:
         channels: of image and input, 1 (grey) or 3 (RGB) for files.
         size: height and width of the input, in pixels.
-        crop_fraction: fraction of the resized image's side that the centre crop keeps, in (0, 1].
+        crop_fraction: fraction of the resized image's side that the center crop keeps, in (0, 1].
         mean, std: of each channel, on the 0-1 scale.
         interpolation, resize: as in `ResizeCenterCrop`. The defaults apply to files that do not record them.
         decoding: decoding of files. The default applies to runs that did not record it.

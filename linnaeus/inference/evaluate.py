@@ -1,4 +1,4 @@
-"""A trained run on labelled data: the validation step of training, and metrics beyond those that it logs."""
+"""A trained run on labeled data: the validation step of training, and metrics beyond those that it logs."""
 
 from __future__ import annotations
 

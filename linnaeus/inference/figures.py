@@ -21,7 +21,7 @@ from linnaeus.training.losses import log_probabilities, logits_per_level
 NUM_BINS = 15
 """Bins of equal width over the confidences 0 to 1."""
 HELD_ON_DEVICE = 8192
-"""Samples whose predictions wait on the device, so that few batches synchronise with the host."""
+"""Samples whose predictions wait on the device, so that few batches synchronize with the host."""
 
 
 class EvaluationMetrics:

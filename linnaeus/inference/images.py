@@ -25,7 +25,7 @@ class Reader:
     """Makes inputs of a model from images, as validation does.
 
     Files, Pillow images, arrays and tensors of pixels are converted to the model's channels, resized, cropped
-    and normalised. Where the run's dataset gave tensors, a tensor of the model's own shape is the input as it
+    and normalized. Where the run's dataset gave tensors, a tensor of the model's own shape is the input as it
     is, and nothing else is taken.
 
     Args:

@@ -95,7 +95,7 @@ class TaxonomicLoss(nn.Module):
 
     Args:
         level_names: L names, coarse to fine.
-        level_weights: L weights; they are normalised to sum to 1.
+        level_weights: L weights; they are normalized to sum to 1.
         label_smoothing: in [0, 1).
         num_classes: L numbers of classes, checked against the model's outputs; None does not check, and
             cannot take probabilities.

@@ -26,7 +26,7 @@ def members(group: Group) -> torch_dist.ProcessGroup | None:
     """Return the process group to search with; None where this process searches alone.
 
     Args:
-        group: None for the default group, if one is initialised; False for this process alone.
+        group: None for the default group, if one is initialized; False for this process alone.
 
     Raises:
         TypeError: it is something else.
@@ -36,7 +36,7 @@ def members(group: Group) -> torch_dist.ProcessGroup | None:
         if group in (None, False):
             return None
         raise ValueError(
-            "group is given, but no process group is initialised: call init_process_group first"
+            "group is given, but no process group is initialized: call init_process_group first"
         )
     not_a_member: object = torch_dist.GroupMember.NON_GROUP_MEMBER
     if group == not_a_member:

@@ -140,7 +140,7 @@ class PredictedStep:
 def build_on_meta(setup: Setup) -> SizeSearch:
     """Return the model and the steps of a run, without data where the model can be built so.
 
-    Weights are not loaded, nothing is compiled, and BatchNorm is not synchronised, which needs a GPU: none
+    Weights are not loaded, nothing is compiled, and BatchNorm is not synchronized, which needs a GPU: none
     of that changes the memory that is predicted.
 
     Raises:

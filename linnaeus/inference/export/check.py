@@ -24,7 +24,7 @@ Model = Callable[[Tensor], Mapping[str, Tensor]]
 
 
 def random_inputs(run: TrainedRun) -> Tensor:
-    """Return inputs [B, C, H, W] of a run for a check: random pixels, normalised as the run's images are.
+    """Return inputs [B, C, H, W] of a run for a check: random pixels, normalized as the run's images are.
 
     Raises:
         DataError: the model takes no images.

@@ -74,7 +74,7 @@ def export_run(
         opset: version of ONNX's operators; None is the exporter's own.
         half: weights and arithmetic in float16, for ONNX and torch.export; inputs and outputs stay as they
             are.
-        preprocessing: take uint8 pixels, and normalise them in the graph, for ONNX and torch.export.
+        preprocessing: take uint8 pixels, and normalize them in the graph, for ONNX and torch.export.
 
     Raises:
         ConfigError: an argument that cannot be used, or a package that is missing.
@@ -162,7 +162,7 @@ def _write_program(
     half: bool,
     preprocessing: bool,
 ) -> Model:
-    """Write the computation to a temporary file, and read it back as a model of normalised inputs."""
+    """Write the computation to a temporary file, and read it back as a model of normalized inputs."""
     look = run.spec.preprocessing if preprocessing else None
     prepare: Callable[[Tensor], Tensor] = look.pixels if look is not None else lambda images: images
     module = ExportModule(
@@ -269,7 +269,7 @@ def describe(run: TrainedRun, outputs: str | None, *, normalises: bool = False) 
     Args:
         run: the run.
         outputs: `probabilities`, `logits` or `log-probabilities`; None where the file holds weights alone.
-        normalises: whether the file takes pixels, and normalises them.
+        normalises: whether the file takes pixels, and normalizes them.
     """
     spec, preprocessing, taxonomy = run.spec, run.spec.preprocessing, run.taxonomy
     height, width = spec.img_size or (None, None)
