@@ -13,9 +13,9 @@ DESCRIPTION = """\
 Trains runs of a sweep that no other worker has, one after another, until none is left.
 """
 DETAILS = """\
-linnaeus sweep creates the folder. Any machine that sees it may work. If a worker dies, another one resumes its
-run. A worker skips failed runs; repeat the linnaeus sweep command to try them again. Ctrl-C saves a checkpoint
-and returns the run; a second one ends it at once.
+linnaeus sweep creates the folder. Any machine that sees it may work. If a worker dies, another one resumes
+its run. A worker skips failed runs; repeat the linnaeus sweep command to try them again. Ctrl-C saves a
+checkpoint and returns the run; a second one ends it at once.
 
 examples:
   linnaeus work runs/my_exp
