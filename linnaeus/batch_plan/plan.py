@@ -156,7 +156,7 @@ class BatchPlan:
         is_cut = self.max_steps is not None and epoch == self.num_epochs - 1
         num_samples = self.samples_per_epoch[epoch] if is_cut else self.num_samples
         if self.keep_rest and len(planned) > 1:
-            planned = planned[:-1]  # the smaller step at the end is worked out anew
+            planned = planned[:-1]  # the smaller step at the end is computed again
         for stage in planned:
             end += stage.num_steps * stage.effective_batch_size
             limit = num_samples if stage is planned[-1] else end

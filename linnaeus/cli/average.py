@@ -14,7 +14,7 @@ from linnaeus.runtime.signals import StopRequest
 
 @dataclass
 class AverageOptions(RunOptions):
-    """How many checkpoints to average, and where."""
+    """Options of `linnaeus average`."""
 
     last: int = option(
         "number of newest checkpoints to average; 1 only measures BatchNorm statistics again; default 5",

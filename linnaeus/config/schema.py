@@ -229,7 +229,7 @@ class ExperimentConfig:
 
 @dataclass
 class DatasetConfig:
-    """Where the samples and their labels come from."""
+    """Source of the samples and their labels."""
 
     NAME: str = key(
         "digits",
@@ -408,8 +408,8 @@ class AugmentConfig:
     )
     REPEATS: int = key(
         1,
-        "times that a sample comes in an epoch, augmented anew each time; the epoch keeps its length and "
-        "has that part of the samples",
+        "times that a sample occurs in an epoch, with new augmentation each time; an epoch keeps its length "
+        "and has that part of the samples",
         ge=1,
     )
     MIXUP: float = key(

@@ -34,7 +34,7 @@ WANTED: Mapping[Any, str] = {
     dict: "a mapping such as {name: value}",
     Any: "text, a number, a list or a mapping",
 }
-"""Values that a key of each type takes; a list without an entry of its own is described as `list`."""
+"""Values that a key of each type takes; a list without its own entry is described as `list`."""
 _OF_DATA: Mapping[str, Any] = {
     "CROP_SCALE": ([0.35, 1.0], [0.8, 1.0]),
     "HFLIP": (0.5, 0.0),

@@ -79,7 +79,7 @@ def to_device(batch: Batch, device: torch.device | str, *, non_blocking: bool = 
 
 
 class CopiedAhead(Iterator[Batch]):
-    """Batches on a device, each copied on a stream of its own while the step before it runs.
+    """Batches on a device, each copied on its own stream while the step before it runs.
 
     Two batches are on the device at any time. A copy begins when the steps before it have ended. Their memory
     belongs to the current stream, so the allocator reuses it normally. An error of the next batch is raised

@@ -95,7 +95,7 @@ def collate_pairs(samples: list[Any]) -> Batch:
 
 
 def limited(dataset: Dataset[Any], most: int | None, seed: int) -> Dataset[Any]:
-    """The dataset with at most so many random samples, in their order; the seed decides which."""
+    """Limit the dataset to a number of random samples, in their order. The seed selects them."""
     length = dataset_length(dataset)
     if most is None or most >= length:
         return dataset

@@ -44,7 +44,7 @@ MinSize = Callable[[int, int], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a file becomes pixels, beside the number of channels.
+    """Settings that turn a file into pixels, except the number of channels.
 
     Attributes:
         background: red, green and blue behind transparent pixels; None drops transparency, as versions did

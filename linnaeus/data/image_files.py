@@ -410,7 +410,7 @@ def grouped_split(
     """Hold out one of `num_folds` parts of the groups, with about the same strata in each.
 
     A group stays in training where a stratum would have no training sample without it. A sample without a
-    group is one of its own. The choice depends on the names alone.
+    group is its own group. The choice depends only on the names.
 
     Returns:
         As `stratified_split`.

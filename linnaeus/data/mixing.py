@@ -126,7 +126,7 @@ class DeviceTransform:
     ) -> dict[str, Any] | None:
         """Draw the `choices` of a training batch, from torch's global generator.
 
-        `mixes` is whether its epoch is mixed; with `always`, the batch is mixed whatever the probability.
+        `mixes` is whether its epoch is mixed; with `always`, the batch is always mixed.
         """
         choices: dict[str, Any] = {}
         if self.mixing is not None and mixes:
@@ -170,7 +170,7 @@ def soft_targets(labels: Tensor, num_classes: Sequence[int]) -> Tensor:
 
 
 def one_hot(labels: Tensor, num_classes: int) -> Tensor:
-    """Which class each label names, as bool [B, num_classes]; all False if it is unknown (-1).
+    """Return the class of each label as bool [B, num_classes]; all False if it is unknown (-1).
 
     Unlike `torch.nn.functional.one_hot` it reads no value, so it can be traced.
     """

@@ -306,7 +306,7 @@ def _parameter_kinds(function: Callable[..., Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image becomes the input of a model, without augmentation.
+    """Preprocessing that turns an image into the input of a model, without augmentation.
 
     Attributes:
         channels: of image and input, 1 (grey) or 3 (RGB) for files.

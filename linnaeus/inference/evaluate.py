@@ -181,7 +181,7 @@ def evaluated_preprocessing(
     """Return the run's preprocessing, with other attributes.
 
     Raises:
-        ConfigError: the run's dataset gave tensors, so that there is none to change.
+        ConfigError: the run's dataset gave tensors, so there is no preprocessing to change.
     """
     before = trained.spec.preprocessing
     if before is None and changes:

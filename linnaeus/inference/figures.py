@@ -320,7 +320,7 @@ def _binned(confidences: Tensor, is_correct: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far mistakes at the finest level are off in the taxonomy.
+    """Distance of mistakes at the finest level in the taxonomy.
 
     The distance of a mistake is the number of edges from the finest level up to the lowest common ancestor
     of the true and the predicted class: 1 for two species of a genus, and the number of levels for two that

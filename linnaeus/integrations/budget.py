@@ -423,7 +423,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
         self._skip = 0
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Begin an epoch, after so many of its batches; the epoch of a loaded state begins where it was."""
+        """Begin an epoch after a number of its batches. The epoch of a loaded state continues there."""
         check_number("epoch", epoch, Integral, ge=0)
         check_number("skip", skip, Integral, ge=0, le=len(self))
         if skip or epoch != self._epoch:
@@ -452,7 +452,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
         """This rank's batches of the epoch."""
         generator, wanted = self._generator(), len(self) * self.num_replicas
         while len(batches := self._drawn(generator)) > wanted:
-            pass  # rarely: samples drawn anew take fewer batches
+            pass  # rarely: another draw of samples takes fewer batches
         while missing := wanted - len(batches):
             largest = nlargest(missing, range(len(batches)), key=lambda place: len(batches[place]))
             for place in sorted(largest, reverse=True):

@@ -49,7 +49,7 @@ def checked_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         options: by the names of arguments of `auto_find_batch_size`.
 
     Raises:
-        TypeError, ValueError: a name that is none of those, or in `SET_BY_ADAPTER`; a value of the wrong
+        TypeError, ValueError: a name that is not one of them, or is in `SET_BY_ADAPTER`; a value of the wrong
             type, or out of its range.
     """
     allowed = inspect.signature(auto_find_batch_size).parameters.keys() - SET_BY_ADAPTER

@@ -187,7 +187,7 @@ class Largest:
                     raise self._refusal("a sample made twice has two sizes")
 
     def batch(self, size: int) -> Any:
-        """Collate the largest batch of so many samples."""
+        """Collate the largest batch of this number of samples."""
         return self._collate([copied(self._read(index)) for index in self.indices(size)])
 
     def host_bound(self, device: torch.device, num_ranks: int) -> int:

@@ -55,7 +55,7 @@ class Freezing:
             self._model.train(self._model.training)
 
     def ends_within(self, num_epochs: int) -> bool:
-        """Whether everything trains in the last of so many epochs."""
+        """Whether all parameters train in the last of these epochs."""
         return self._unfreeze_epoch is not None and self._unfreeze_epoch <= num_epochs
 
     @contextmanager

@@ -46,7 +46,7 @@ def other_spelling(path: Path) -> Path | None:
 
 
 def suggest_run(path: Path) -> str:
-    """Suggest runs for a path that is none."""
+    """Suggest runs for a path that is not a run."""
     folders = (path if path.is_dir() else path.parent, path.parent / "runs")
     found = [run for folder in folders for run in sorted(folder.glob(f"*/{CHECKPOINTS}"))]
     runs = {run.parent.name: str(run.parent) for run in found}
@@ -75,7 +75,7 @@ def temporary_name(path: Path) -> Path:
 
 
 class _File(io.BufferedWriter):
-    """A file that remembers why it could not be written: torch hides the reason in an error of its own."""
+    """A file that remembers why it could not be written: torch hides the reason in its own error."""
 
     failure: BaseException | None = None
 
@@ -146,7 +146,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file that somebody else may have written.
+    """Return the text of a file that another program may have written.
 
     Raises:
         OSError: it cannot be read, or is no file, such as a pipe, which would be waited for.
@@ -195,7 +195,7 @@ def link_new(temporary: Path, path: Path) -> None:
     except FileExistsError:
         if (
             temporary.stat().st_nlink != 2
-        ):  # otherwise done, and asked for again by a network file system
+        ):  # otherwise done before, and repeated by a network file system
             raise
     except OSError:  # a file system without links
         with path.open("xb") as file:

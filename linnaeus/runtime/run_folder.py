@@ -197,7 +197,7 @@ class State:
     Attributes:
         status: `interrupted` for a run that was stopped or killed, and can be resumed.
         holder: who has it, or had it last; None where that is not known.
-        exit_code: of its last process; None while it runs or where nobody saw the end.
+        exit_code: of its last process; None while it runs, or if the end was not seen.
         reason: why it has not ended well.
         seconds: from start to end, summed over interruptions.
     """
@@ -381,7 +381,7 @@ class Claim:
 
     @property
     def state(self) -> State:
-        """How the run was before this process took it."""
+        """State of the run before this process claimed it."""
         return _state_left(self.folder)
 
     def check(self) -> None:

@@ -304,7 +304,7 @@ def find_size(
         result = dataclasses.replace(result, limited_by=limited_by, max_batch_size=most)
         if not is_kept:
             logger.info(
-                "AutoBatch %s: the checkpoint's batch size %d does not fit; resuming with %d (limited by "
+                "AutoBatch %s: the checkpoint's batch size %d cannot be kept; resuming with %d (limited by "
                 "%s)",
                 mode,
                 size,

@@ -116,7 +116,7 @@ class Study:
         self._asking.acquire()
         try:
             trials = self.trials()
-            for trial in trials:  # killed while they were asked for
+            for trial in trials:  # killed while they were requested
                 if not trial.state.is_finished() and len(trial.params) < len(self.space.axes):
                     self.study.tell(trial.number, state=self._states.FAIL)
             if len(trials) >= (Sweep.read(self.sweep.folder).trials or 0):

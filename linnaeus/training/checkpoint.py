@@ -85,7 +85,7 @@ equal in both, or belong to the optimizer's state, such as a count of steps."""
 
 @dataclass
 class TrainingProgress:
-    """How far training has come; part of every checkpoint.
+    """Progress of training; part of every checkpoint.
 
     Attributes:
         epoch: number of finished epochs.
@@ -507,7 +507,7 @@ class CheckpointFolder:
         return (path for path in dict.fromkeys(names) if path.exists())
 
     def read_latest(self) -> dict[str, Any] | None:
-        """The newest checkpoint that can be read, as `load_checkpoint` gives it; None when there is none.
+        """The newest checkpoint that can be read, as `load_checkpoint` returns it; None if there is none.
 
         Raises:
             CheckpointError: there are checkpoints, but none can be read.

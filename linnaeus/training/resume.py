@@ -151,7 +151,7 @@ def _defaults() -> dict[str, str]:
 def find_checkpoint(
     checkpoints: CheckpointFolder, nodes: Mapping[str, Any], resume_with: str | None, world: World
 ) -> Checkpoint | None:
-    """The checkpoint to resume from; None, and a log line that says so, where there is none.
+    """Return the checkpoint to resume from. Without one, log this and return None.
 
     Every rank must call this.
 

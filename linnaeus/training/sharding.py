@@ -21,7 +21,7 @@ from linnaeus.runtime.errors import ConfigError
 
 
 def shards_model(config: DistConfig, world: World) -> bool:
-    """Whether this run shards its model: a single rank has nobody to share it with."""
+    """Whether this run shards its model: a single rank has no other rank to share with."""
     return config.SHARDING != "none" and world.is_distributed
 
 

@@ -118,7 +118,7 @@ class CpuMemory(DeviceMemory):
         return self._allocated_bytes
 
     def num_retries(self) -> int:
-        """How often the cap refused a request: a step may catch the error and continue."""
+        """Number of requests that the cap refused. A step may catch the error and continue."""
         return self._num_refused
 
     def in_use(self) -> int:

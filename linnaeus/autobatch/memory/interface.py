@@ -91,11 +91,11 @@ class DeviceMemory(FailedAllocations, ABC):
         return self.peak()
 
     def allocated_bytes(self) -> int:
-        """Sum of all allocations so far, freed or not; 0 where nobody counts them."""
+        """Sum of all allocations so far, freed or not; 0 if they are not counted."""
         return 0
 
     def num_retries(self) -> int:
-        """How often a request did not fit at once: the allocator flushed its cache, or a cap refused."""
+        """Number of requests that did not fit at once: the allocator flushed its cache, or a cap refused."""
         return 0
 
     def cap(self, bytes_: int) -> contextlib.AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only  # torch 2.11 has no public one
 
 aten = torch.ops.aten
 _FEW_BYTES = 1 << 20
-"""Operations on less are not looked at before they run."""
+"""Smaller operations are not checked before they run."""
 
 
 class WatchingMode(TorchDispatchMode):
@@ -38,7 +38,7 @@ class WatchingMode(TorchDispatchMode):
 class StorageTracer(WatchingMode):
     """Reports each storage that an operation allocates while the mode is on, and when it is freed.
 
-    An operation runs first and is looked at afterwards: an output whose storage belongs to no input is new.
+    An operation runs first and is checked afterwards: an output whose storage belongs to no input is new.
     It sees forward, backward, and allocations of C++ code between operations (gradient buckets). It does not
     see memory that a kernel takes and returns within one operation, or memory of code of `torch.compile`.
     A storage that was allocated before is not reported when it is freed; one that was allocated while the

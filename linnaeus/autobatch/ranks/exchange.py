@@ -204,7 +204,7 @@ class Exchange:
 
     @property
     def failure(self) -> Failure | None:
-        """The first failure of the job, this rank's own included; None while there is none."""
+        """The first failure of the job, this rank's own included; None if there is none."""
         return self.keys.get("failure")  # type: ignore[no-any-return]
 
     def declare_hang(self, rank: int, why: str) -> Failure:

@@ -117,7 +117,7 @@ def _new_plane(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
             yield control
         finally:
             del _open[group]
-        control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
+        control.broadcast(None)  # no heartbeat ends before rank 0, which watches it, is done
         control.collect(None)  # rank 0 leaves last: it may host the store
 
 

@@ -6,7 +6,7 @@
 Rank 0 monitors every rank; every other rank monitors rank 0. A process of this machine that has died ends the
 job at once, one that is stopped after `SILENCE_LOOKS` looks. A silent process that runs may hold the GIL: it
 is logged then, and ends the job after `limit_s`. Launchers see processes of other machines die. Looks are
-counted, not seconds: a process that was suspended itself finds nobody silent on waking up.
+counted, not seconds: a suspended process finds no rank silent after it wakes up.
 """
 
 from __future__ import annotations

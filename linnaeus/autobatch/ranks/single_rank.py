@@ -128,7 +128,7 @@ def reducers_renewed(
             group of each, with its hooks.
 
     Yields:
-        A function that makes the reducers anew. Call it before each trial: buckets are laid anew in the
+        A function that rebuilds the reducers. Call it before each trial: buckets are laid out again in the
         second step of training, and a reducer is unusable after an error in the middle of a step.
     """
     own = [partial(_make_reducer, each, each.process_group, each._comm_hooks) for each in wrappers]

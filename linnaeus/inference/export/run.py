@@ -83,7 +83,7 @@ def export_run(
     """
     for name, value, choices in (("format", format, FORMATS), ("outputs", outputs, OUTPUTS)):
         if value not in choices:
-            raise ConfigError(f"{name}={value}: is none of {', '.join(choices)}")
+            raise ConfigError(f"{name}={value}: is not one of {', '.join(choices)}")
     programs = ("onnx", "torch-export")
     for name, is_given, takes in (
         (f"opset={opset}", opset is not None, ("onnx",)),

@@ -116,7 +116,7 @@ class Loaders:
         return max(int(min(known) * share), 1) if known else None
 
     def num_rounds(self, size: int) -> int:
-        """The most batches that one of the loaders gives in an epoch; 1 where nobody knows."""
+        """The most batches that one of the loaders gives in an epoch; 1 if unknown."""
         rounds, limit = [1], self._limit
         for loader, fixed in self._loaders:
             num_batches = -(-(self._num_samples(loader) or 1) // (fixed or size))
@@ -157,7 +157,7 @@ class Loaders:
             logged.update({self._name: size} if self._name in logged else {})
 
     def _num_samples(self, loader: DataLoader[Any]) -> int | None:
-        """Samples of an epoch of this rank; None where nobody knows."""
+        """Samples of an epoch of this rank; None if unknown."""
         sampler: Any = loader.sampler
         divides = self._trainer._accelerator_connector.use_distributed_sampler
         is_whole = isinstance(sampler, DistributedSampler) or not divides

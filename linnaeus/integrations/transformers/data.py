@@ -19,7 +19,7 @@ def trial_data(
     """Look for the largest samples of the training set or the evaluation set(s), or of these samples.
 
     Returns:
-        The look, and the samples of the largest dataset; None where nobody knows.
+        The look, and the samples of the largest dataset; None if unknown.
 
     Raises:
         AutoBatchError: the loader's batch size is not the trainer's, or the dataset is not read by index.

@@ -140,7 +140,7 @@ class Rehearsal:
             kept.append(self._run_loop(run, number, num_batches))
 
     def batches(self, ahead: Any, num_batches: int) -> list[Any]:
-        """Return so many copies of a batch on the device, and the batch itself, which is read ahead."""
+        """Return copies of a batch on the device, and the batch itself, which is read ahead."""
         # Not `copy.deepcopy`, whose tensors a trial on the CPU does not count.
         copies = (recursively_apply(Tensor.clone, ahead) for _ in range(num_batches))
         return [send_to_device(each, self._accelerator.device) for each in copies] + [ahead]
