@@ -1,4 +1,4 @@
-"""Train on handwritten digits with accelerate, at the largest batch size that fits.
+"""Train on handwritten digits with accelerate, at the maximum batch size.
 
     python examples/accelerate_digits.py --cpu --memory-limit-gb 1.0
     torchrun --nproc_per_node=2 examples/accelerate_digits.py --cpu --memory-limit-gb 1.0

@@ -3,9 +3,8 @@
     python examples/lightning_digits.py
     python examples/lightning_digits.py --devices 2 --effective-batch-size 256
 
-The first line is the size found; the second is the accuracy on the digits that were kept back. A network this
-small takes little memory, so that the search ends at `--max-batch-size`; lower `--memory-limit-gb`, and
-memory ends it.
+The first line is the size found, the second the accuracy on held-out digits. This small network needs little
+memory, so `--max-batch-size` bounds the search. Lower `--memory-limit-gb` to let memory bound it.
 """
 
 from __future__ import annotations
