@@ -4,8 +4,8 @@
     python examples/gpt.py --device cuda --steps 200
 
 Only `find_batch_size` uses AutoBatch. It passes the training step, a function that makes a batch of n
-samples, and the objects that a step changes. The search restores model, optimizer and random numbers, so training is
-bit-identical to a run with `--batch-size` set to the size found.
+samples, and the objects that a step changes. The search restores model, optimizer and random numbers, so
+training is bit-identical to a run with `--batch-size` set to the size found.
 """
 
 from __future__ import annotations
