@@ -183,7 +183,7 @@ def _read_folder(
     for image, part in zip(images, parts, strict=True):
         if not part:
             raise DataError(
-                f"{folder / image}: is not in a class folder; move it into one, or list images and classes "
+                f"{folder / image}: is in no class folder; move it into one, or list images and classes "
                 "in a manifest (data=manifest)"
             )
     coarse = dataset.ALLOW_COARSE
