@@ -90,6 +90,7 @@ typecheck: $(VENV)/.installed-dev ## check types
 
 docs: $(VENV)/.installed-docs ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
+	@! grep -q '<blockquote>' site/api/index.html || { echo "docs/api.md: an example needs the heading Examples:"; exit 1; }
 
 clean: ## remove the environments and everything that was built
 	rm -rf .venv .venv-* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -36,7 +36,7 @@ from linnaeus.autobatch.settings import (
     check_phases,
     kind_of,
 )
-from linnaeus.autobatch.state.optimizers import unlisted_optimizers_refused
+from linnaeus.autobatch.state.optimizers import unlisted_state_noticed
 from linnaeus.autobatch.state.sharded import is_sharded
 from linnaeus.autobatch.state.snapshot import Snapshot
 
@@ -78,19 +78,20 @@ def auto_find_batch_size(
     hooks, modes, optimizers, scalers, global random number generators and the allocator's cap are
     bit-identical to before. `docs/search_options.md` explains the arguments that are not listed here.
 
-    >>> model = torch.nn.Linear(8, 2)
-    >>> optimizer = torch.optim.AdamW(model.parameters())
-    >>> def step(batch):
-    ...     model(batch).sum().backward()
-    ...     optimizer.step()
-    ...     optimizer.zero_grad()
-    >>> def make_batch(n):
-    ...     return torch.randn(n, 8)
-    >>> result = auto_find_batch_size(
-    ...     step, make_batch, state=(model, optimizer), max_batch_size=64, group=False
-    ... )
-    >>> result.batch_size, result.limited_by
-    (64, 'max_batch_size')
+    Examples:
+        >>> model = torch.nn.Linear(8, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> def step(batch):
+        ...     model(batch).sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> def make_batch(n):
+        ...     return torch.randn(n, 8)
+        >>> result = auto_find_batch_size(
+        ...     step, make_batch, state=(model, optimizer), max_batch_size=64, group=False
+        ... )
+        >>> result.batch_size, result.limited_by
+        (64, 'max_batch_size')
 
     Args:
         step: runs one full training (or validation) step on a batch.
@@ -306,17 +307,18 @@ def predict_memory(
     The step is called four times, on tensors without data: nothing is computed, and no weights are copied.
     Afterwards the objects in `state` are unchanged.
 
-    >>> model = torch.nn.Linear(1024, 1024)
-    >>> optimizer = torch.optim.AdamW(model.parameters())
-    >>> def step(batch):
-    ...     model(batch).sum().backward()
-    ...     optimizer.step()
-    ...     optimizer.zero_grad()
-    >>> def make_batch(n):
-    ...     return torch.randn(n, 1024)
-    >>> prediction = predict_memory(step, make_batch, state=(model, optimizer))
-    >>> prediction.peak_bytes(100_000) < 2**31 < prediction.peak_bytes(200_000)
-    True
+    Examples:
+        >>> model = torch.nn.Linear(1024, 1024)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> def step(batch):
+        ...     model(batch).sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> def make_batch(n):
+        ...     return torch.randn(n, 1024)
+        >>> prediction = predict_memory(step, make_batch, state=(model, optimizer))
+        >>> prediction.peak_bytes(100_000) < 2**31 < prediction.peak_bytes(200_000)
+        True
 
     Args:
         step: runs one full training (or validation) step on a batch. It may move tensors to a CUDA device and
@@ -340,7 +342,7 @@ def predict_memory(
     state = as_tuple(state)
     snapshot = Snapshot(state, torch.device("cpu"), without_tensors=True)  # a trace writes to none
     try:
-        with unlisted_optimizers_refused(state, snapshot):
+        with unlisted_state_noticed(state, snapshot):
             buckets = Buckets.of(state)
             prediction = predict(step, make_batch, state=state, mode=mode, buckets=buckets)
     finally:

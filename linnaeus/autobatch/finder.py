@@ -56,7 +56,7 @@ from linnaeus.autobatch.search import (
     status_of,
 )
 from linnaeus.autobatch.settings import UNBOUNDED, SearchSettings
-from linnaeus.autobatch.state.optimizers import unlisted_optimizers_refused
+from linnaeus.autobatch.state.optimizers import unlisted_state_noticed
 from linnaeus.autobatch.state.sharded import modules_of
 from linnaeus.autobatch.state.snapshot import Snapshot, parameters_of
 from linnaeus.autobatch.throughput import sizes_by_speed
@@ -174,7 +174,7 @@ class BatchSizeFinder:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             self._snapshot = Snapshot(self._state, self.memory.device)
-            stack.enter_context(unlisted_optimizers_refused(self._state, self._snapshot))
+            stack.enter_context(unlisted_state_noticed(self._state, self._snapshot))
             stack.enter_context(existing_objects_frozen())
             self._runner = self._make_runner(snapshot=self._snapshot)
             stack.callback(self.memory.reset_peak)  # the last callback runs first
@@ -471,6 +471,7 @@ class BatchSizeFinder:
                     unit=self._unit,
                 )
             )
+        self._runner.check_batches()
         self._warn_about_equal_peaks()
         self.trials[num_before:] = [
             replace(trial, status=status_of(trial.peak_bytes, self.budget_bytes, trial.status))

@@ -132,6 +132,7 @@ class TrialRunner:
         self._is_prepared = self.training
         self._largest_fitted = 0
         self._sizes_given: set[int] = set()
+        self._sizes_of: dict[tuple[torch.Size, ...], set[int]] = {}
         self._kinds_given: set[tuple[int, ...]] = set()
         self._num_retries = 0
         self.num_calls = 0
@@ -301,6 +302,7 @@ class TrialRunner:
         same shape otherwise, and grows. Fewer samples than requested are all if twice the size gives no more.
         """
         batch = self.make_batch(size)
+        self._sizes_of.setdefault(tuple(x.shape for x in nest.tensors(batch)), set()).add(size)
         given = self._num_given(batch, size)
         if given < size:
             del batch
@@ -308,6 +310,22 @@ class TrialRunner:
                 raise NoMoreSamples(given)
             batch = self.make_batch(size)
         return batch
+
+    def check_batches(self) -> None:
+        """Refuse a `make_batch` that gave tensors of the same shapes for all sizes, where samples count.
+
+        Raises:
+            AutoBatchError: the largest size was twice the smallest or more.
+        """
+        if self.unit is not None or len(self._sizes_of) != 1:
+            return
+        [(shapes, sizes)] = self._sizes_of.items()
+        if shapes and max(sizes) >= 2 * min(sizes):
+            raise AutoBatchError(
+                f"AutoBatch: make_batch gives tensors of the same shapes for {min(sizes)} and for {max(sizes)} "
+                f"samples, such as {list(shapes[0])}. Let make_batch(n) return n samples. If there are no "
+                "more, set max_batch_size"
+            )
 
     def _num_given(self, batch: Any, size: int) -> int:
         """Samples in a batch of a size: the size, where nothing says that there are fewer."""

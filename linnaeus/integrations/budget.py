@@ -97,10 +97,11 @@ def find_budget(
     batches of similar samples, as `BudgetBatchSampler` makes them, one of the ends is the worst. A batch of
     your own that joins the few longest samples with many of the shortest may need more.
 
-    >>> texts = [torch.ones(length) for length in (9, 3, 5, 4)]
-    >>> found = find_budget(lambda batch: batch * 2, texts, torch.cat, device="cpu", group=False)
-    >>> found.budget, found.limited_by
-    (21, 'dataset')
+    Examples:
+        >>> texts = [torch.ones(length) for length in (9, 3, 5, 4)]
+        >>> found = find_budget(lambda batch: batch * 2, texts, torch.cat, device="cpu", group=False)
+        >>> found.budget, found.limited_by
+        (21, 'dataset')
 
     Args:
         step: runs one full training (or validation) step on a batch.
@@ -340,9 +341,10 @@ class BudgetBatchSampler(Sampler[list[int]]):
     To resume exactly, save `state_dict()` of each rank. A loader with workers reads ahead: count the batches
     yourself and call `set_epoch(epoch, skip=count)`, or use the `StatefulDataLoader` of torchdata.
 
-    >>> sampler = BudgetBatchSampler([5, 1, 4, 2, 3], budget=6, shuffle=False)
-    >>> list(sampler), len(sampler)
-    ([[0], [2], [4, 3, 1]], 3)
+    Examples:
+        >>> sampler = BudgetBatchSampler([5, 1, 4, 2, 3], budget=6, shuffle=False)
+        >>> list(sampler), len(sampler)
+        ([[0], [2], [4, 3, 1]], 3)
 
     Args:
         costs: of each sample, positive integers.

@@ -58,12 +58,13 @@ def longest(
     Stored lengths are read instead of the samples: a column `length` or `lengths` (of Hugging Face's
     `datasets`), also through a `Subset`. Else every sample is read, once, and n of them are kept in memory.
 
-    >>> longest(["ab", "abcd", "a", "abc"], 2)
-    ['abcd', 'abc']
-    >>> longest([{"input_ids": [5]}, {"input_ids": [1, 2]}], 1)
-    [{'input_ids': [1, 2]}]
-    >>> longest(["ab", "c"], 3)
-    ['ab', 'c', 'ab']
+    Examples:
+        >>> longest(["ab", "abcd", "a", "abc"], 2)
+        ['abcd', 'abc']
+        >>> longest([{"input_ids": [5]}, {"input_ids": [1, 2]}], 1)
+        [{'input_ids': [1, 2]}]
+        >>> longest(["ab", "c"], 3)
+        ['ab', 'c', 'ab']
 
     Args:
         dataset: samples by index, or to be iterated over (to the end).

@@ -278,7 +278,11 @@ def test_messages(golden, caplog, monkeypatch):
     _warn_once.cache_clear()
     caplog.clear()
     search = partial(auto_find_batch_size, device="cpu", memory_limit_gb=limit_with_room_for(200))
-    search(step, lambda size: make_batch(4), max_batch_size=64, target_memory_fraction=1.0)
+    full = {"max_batch_size": 64, "target_memory_fraction": 1.0}
+    search(lambda batch: None, lambda size: size, **full)
+    messages["a batch that ignores its size"] = raised(
+        partial(search, step), lambda size: make_batch(4), **full
+    )
     bounds = {"max_batch_size": 8, "target_memory_fraction": 0.97}
     cache = {}
     search(lambda batch: cache.setdefault(len(batch), make_batch(20)), make_batch, **bounds)

@@ -249,6 +249,35 @@ def test_an_optimizer_left_out_of_state_is_named_before_it_steps(has_state):
     second.step()  # outside of the search it may
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_what_a_step_changes_outside_of_state_is_named(is_listed, caplog):
+    model, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=1)
+
+    def step(batch):
+        scaler.scale(norm(model(batch)).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    others = (norm, scheduler, scaler) if is_listed else ()
+    state = (model, optimizer, *others)
+    auto_find_batch_size(
+        step,
+        lambda n: torch.randn(n, 4),
+        state=state,
+        min_batch_size=2,
+        max_batch_size=4,
+        device="cpu",
+    )
+    named = "BatchNorm1d and GradScaler and StepLR" in caplog.text
+    assert named != is_listed
+    assert ("state does not hold" in caplog.text) != is_listed
+
+
 def test_an_optimizer_made_inside_a_step_needs_no_restoring():
     def step(batch):
         noise = torch.zeros(2, requires_grad=True)
