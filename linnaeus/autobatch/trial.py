@@ -322,9 +322,9 @@ class TrialRunner:
         [(shapes, sizes)] = self._sizes_of.items()
         if shapes and max(sizes) >= 2 * min(sizes):
             raise AutoBatchError(
-                f"AutoBatch: make_batch gives tensors of the same shapes for {min(sizes)} and for {max(sizes)} "
-                f"samples, such as {list(shapes[0])}. Let make_batch(n) return n samples. If there are no "
-                "more, set max_batch_size"
+                f"AutoBatch: make_batch gives tensors of the same shapes for {min(sizes)} and for "
+                f"{max(sizes)} samples, such as {list(shapes[0])}. Let make_batch(n) return n samples. If "
+                "there are no more, set max_batch_size"
             )
 
     def _num_given(self, batch: Any, size: int) -> int:
