@@ -1,4 +1,4 @@
-"""Train on handwritten digits with accelerate, at the largest batch size that fits.
+"""Train on handwritten digits with accelerate, at the maximum batch size.
 
     python examples/accelerate_digits.py --cpu --memory-limit-gb 1.0
     torchrun --nproc_per_node=2 examples/accelerate_digits.py --cpu --memory-limit-gb 1.0
@@ -8,7 +8,7 @@ prints, with other numbers on another machine:
     epoch 1  loss 0.344  accuracy 0.84
     epoch 2  loss 0.203  accuracy 0.92
     epoch 3  loss 0.101  accuracy 0.94
-    trained with batch size 232 per process
+    trained with batch size 232 per rank
 
 Needs `pip install linnaeus[accelerate]`; the digits come with scikit-learn.
 """
@@ -53,7 +53,7 @@ def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; returns the batch size of each process."""
+    """Train, and return the batch size of each rank."""
     parser = argparse.ArgumentParser(description="Train on digits with accelerate.")
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     parser.add_argument("--epochs", type=int, default=3)
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
                 right.append(accelerator.gather_for_metrics(model(images).argmax(1) == labels))
         accuracy = torch.cat(right).float().mean().item()
         accelerator.print(f"epoch {epoch}  loss {loss:.3f}  accuracy {accuracy:.2f}")
-    accelerator.print(f"trained with batch size {batch_size} per process")
+    accelerator.print(f"trained with batch size {batch_size} per rank")
     return batch_size
 
 

@@ -1,9 +1,9 @@
-"""Draw 400 small photographs of flowers: eight species in three families, a folder for each.
+"""Draw 400 small photographs of flowers: eight species in three families, with a folder for each.
 
     python examples/flower_photos.py photos
 
-`photos/asters/daisy/0001.jpg` is a daisy, of the family of asters. Two species of roses differ in the number
-of petals only, and one image in a hundred lies in the wrong folder, as in real collections.
+`photos/asters/daisy/0001.jpg` is a daisy in the family of asters. Two species of roses differ only in the
+number of petals, and one image in a hundred is in the wrong folder, as in real collections.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""A small GPT in plain PyTorch that learns its own source, at the largest batch size that fits.
+"""A small GPT in plain PyTorch that learns its own source, at the maximum batch size.
 
     python examples/gpt.py
     python examples/gpt.py --device cuda --steps 200
 
-Only `find_batch_size` is about AutoBatch. It passes the training step, a function that makes a batch of n
-samples, and the objects that a step changes. The search leaves model, optimizer and random numbers as they
-were, so that the run is bit for bit the one with `--batch-size` set to the size found.
+Only `find_batch_size` uses AutoBatch. It passes the training step, a function that makes a batch of n
+samples, and the objects that a step changes. The search restores model, optimizer and random numbers, so
+training is bit-identical to a run with `--batch-size` set to the size found.
 """
 
 from __future__ import annotations

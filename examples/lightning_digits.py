@@ -3,9 +3,8 @@
     python examples/lightning_digits.py
     python examples/lightning_digits.py --devices 2 --effective-batch-size 256
 
-The first line is the size found; the second is the accuracy on the digits that were kept back. A network this
-small takes little memory, so that the search ends at `--max-batch-size`; lower `--memory-limit-gb`, and
-memory ends it.
+The first line is the size found, the second the accuracy on held-out digits. This small network needs little
+memory, so `--max-batch-size` bounds the search. Lower `--memory-limit-gb` to let memory bound it.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Digits(LightningModule):
         self.log("accuracy", correct.mean(), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW with a rate that grows with the root of the samples per optimizer step."""
+        """AdamW with a learning rate that grows with the square root of the samples per optimizer step."""
         trainer = self.trainer
         samples = self.hparams["batch_size"] * trainer.accumulate_grad_batches * trainer.world_size
         return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"] * (samples / 64) ** 0.5)
@@ -76,11 +75,11 @@ def main(argv: Sequence[str] | None = None) -> Trainer:
     """Read the arguments, train, print, and return the trainer."""
     parser = argparse.ArgumentParser(description="Train on digits with Lightning and AutoBatch.")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--devices", type=int, default=1, help="processes")
+    parser.add_argument("--devices", type=int, default=1, help="number of ranks")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--max-batch-size", type=int, default=64)
     parser.add_argument(
-        "--effective-batch-size", type=int, help="samples per optimizer step of all processes"
+        "--effective-batch-size", type=int, help="samples per optimizer step of all ranks"
     )
     parser.add_argument("--memory-limit-gb", type=float)
     options = parser.parse_args(argv)

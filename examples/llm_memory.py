@@ -1,10 +1,10 @@
-"""What a GPU fine-tunes: memory of a language model, from its `config.json`: no weights, no network, no GPU.
+"""Predict the memory of fine-tuning a language model from its `config.json`, without weights, network or GPU.
 
     pip install 'linnaeus[transformers]' peft
     python examples/llm_memory.py config.json --lora --sequence 2048 --gib 24
 
-The step is that of transformers' `Trainer` with `bf16=True`: forward with labels under autocast, backward and
-the fused AdamW, on batches without padding. Weights are float32, with `--lora` bfloat16 and frozen. Edit
+The step follows transformers' `Trainer` with `bf16=True`: forward with labels under autocast, backward and
+fused AdamW, on batches without padding. Weights are float32; with `--lora` they are bfloat16 and frozen. Edit
 `predicted` for another optimizer, data type or adapter.
 """
 

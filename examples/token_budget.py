@@ -1,9 +1,9 @@
-"""A small GPT on texts of 10 to 1,000 tokens, in batches of as many tokens as the memory takes.
+"""A small GPT on texts of 10 to 1,000 tokens, in batches of as many tokens as fit in memory.
 
     python examples/token_budget.py
     torchrun --nproc_per_node=2 examples/token_budget.py
 
-The loss is the mean over all tokens of an optimizer step: of its micro-batches and of all ranks.
+The loss is the mean over all tokens of an optimizer step, over micro-batches and ranks.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""A tiny GPT-2 that learns to count with the `Trainer` of transformers, at the largest batch size that fits.
+"""A tiny GPT-2 that learns to count with the `Trainer` of transformers, at the maximum batch size.
 
     python examples/transformers_tiny.py
     torchrun --nproc-per-node 2 examples/transformers_tiny.py
 
-The model is built from a configuration and the text is made up, so nothing is downloaded. Only the line with
-`autobatch` is about AutoBatch; training is bit-identical to `--batch-size` with the size found.
+The model is built from a configuration and the text is generated, so nothing is downloaded. Only the line
+with `autobatch` uses AutoBatch. Training is bit-identical to a run with `--batch-size` set to the size found.
 """
 
 from __future__ import annotations

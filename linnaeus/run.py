@@ -38,7 +38,7 @@ def run(config: Config, *, dry_run: bool = False) -> FitResult:
         dry_run: take one optimizer step, validate one batch and leave no file.
 
     Raises:
-        LinnaeusError: something the user can mend; the message says how.
+        LinnaeusError: an error that the user can fix; the message says how.
     """
     experiment, train = config.EXPERIMENT, config.TRAIN
     with running(experiment, config.DIST, is_deterministic=train.DETERMINISTIC) as context:

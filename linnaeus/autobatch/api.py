@@ -113,7 +113,7 @@ def auto_find_batch_size(
             DistributedDataParallel wrapper in `state` uses a one-rank group during the search, a sharded
             model (`fully_shard`) fake groups of the same size. Then a joint step of all ranks, with the
             wrapper and its communication hooks, confirms the size. None is the default process group if one
-            is initialised. False searches on this rank alone.
+            is initialized. False searches on this rank alone.
         phases: functions that prepare phases of a run: parameters that begin to train, a second model that
             joins, longer samples. Each is called before its trials, and its changes to `state` are undone
             after them. The size found holds in all phases. Put the phase that needs most memory first: the
@@ -350,6 +350,6 @@ def predict_memory(
     if prediction.is_constant:
         logger.warning(
             "warning: the step needs no more memory with more samples. Check that make_batch returns as many "
-            "samples as it is asked for"
+            "samples as requested"
         )
     return prediction

@@ -138,7 +138,7 @@ class BatchSizeFinder:
             self.memory = device_memory(device_of(state, device, mode), neighbours)
         except NotImplementedError as error:
             raise AutoBatchError(
-                f"AutoBatch ({mode}): {error}. Give a batch size of your own."
+                f"AutoBatch ({mode}): {error}. Set the batch size by hand."
             ) from error
         self.trials: list[TrialRecord] = []
         self.budget_bytes = 0
@@ -246,9 +246,9 @@ class BatchSizeFinder:
         if found.size is not None and (variation := self._variation(found.size)):
             logger.warning(
                 "warning: the memory of a step varies from call to call, by %.0f %% in trials. %s "
-                "is not certified: training may meet a step that needs more. Let make_batch(n) return the "
-                "largest batch, and keep the step from leaving out layers or drawing sizes during the "
-                "search, or lower target_memory_fraction",
+                "is not certified: a training step may need more. Let make_batch(n) return the largest "
+                "batch, and do not drop layers or draw random sizes in the step during the search, or lower "
+                "target_memory_fraction",
                 100 * variation,
                 sized(found.size, self._unit).capitalize(),
             )
@@ -258,8 +258,8 @@ class BatchSizeFinder:
         if self._has_grown():  # by more than the last batch
             logger.warning(
                 "warning: the process holds %s more than when the search began, although each trial is "
-                "undone: the step keeps tensors from call to call, as a cache does. Tensors that it keeps "
-                "only in training come on top of the peak of a trial",
+                "undone: the step keeps tensors from call to call, like a cache. Tensors that it keeps "
+                "only in training add to the peak of a trial",
                 in_units(self.held_bytes - self._held_at_start),
             )
         result = self._result(found, time.monotonic() - started)
@@ -331,9 +331,9 @@ class BatchSizeFinder:
         return replace(found, certified=False, limited_by="memory")
 
     def _variation(self, size: int) -> float:
-        """Fraction by which peaks of equal steps differ, or are below that of a smaller size.
+        """Return the fraction by which peaks of equal steps differ, or are below the peak of a smaller size.
 
-        0 if it is small, or if twice the growth of the size fits.
+        It is 0 if it is small, or if twice the growth of the size fits.
         """
         held_bytes, trial = self.held_bytes, self._known.get(size)
         if (
@@ -436,8 +436,8 @@ class BatchSizeFinder:
             within = " within memory_limit_gb" if self._is_limited else ""
             _warn_once(
                 f"warning: target_memory_fraction is {fraction:g}: above "
-                f"{FULL_FRACTION} the budget leaves no room{within} for what kernels, library handles and "
-                "fragmentation may add during training"
+                f"{FULL_FRACTION} the budget leaves no room{within} for memory that kernels, library handles "
+                "and fragmentation may add during training"
             )
 
     def _warn_about_equal_peaks(self) -> None:
@@ -448,7 +448,7 @@ class BatchSizeFinder:
             _warn_once(
                 f"warning: {sized(largest, self._unit)} needs no more memory than {smallest}. Check that "
                 + (
-                    "make_batch(n) returns as many samples as it is asked for"
+                    "make_batch(n) returns n samples"
                     if self._unit is None
                     else f"the cost of a sample counts its {self._unit}"
                 )
@@ -639,7 +639,7 @@ def device_of(state: Sequence[Any], device: torch.device | str | None, mode: Mod
     if len(accelerators) > 1:
         raise AutoBatchError(
             f"AutoBatch ({mode}): parameters in state are on {' and '.join(accelerators)}, but a search "
-            "measures one device. Put the model on one device, or give a batch size of your own."
+            "measures one device. Put the model on one device, or set the batch size by hand."
         )
     if device is not None:
         return _check_device(device)
@@ -649,7 +649,7 @@ def device_of(state: Sequence[Any], device: torch.device | str | None, mode: Mod
 
 
 def _check_device(device: torch.device | str) -> torch.device:
-    """Return a device that was asked for.
+    """Return a requested device.
 
     Raises:
         ValueError: it is not there.

@@ -38,7 +38,7 @@ class SearchLimits:
         budget_bytes: most bytes that the process may hold on the device.
         target_memory_fraction: fraction of `total_bytes` that may be in use on the device.
         total_bytes: the device's memory, or the limit set for it.
-        total_name: name of the limit that `total_bytes` is; empty where it is the device's memory.
+        total_name: name of the limit that `total_bytes` is; empty if it is the device's memory.
     """
 
     min_size: int
@@ -193,7 +193,7 @@ def nothing_fits(
 
     Args:
         limited_by: why the search ended.
-        min_batch_size: the smallest size asked for; with BatchNorm, the smallest size tried may be larger.
+        min_batch_size: the smallest size requested; with BatchNorm, the smallest size tried may be larger.
         held_bytes: bytes that the process holds between two trials.
         outside: sentence on the memory in use outside the allocator.
         unit: of the sizes, where they do not count samples; the smallest one is then a single sample.
@@ -204,7 +204,7 @@ def nothing_fits(
         f"the search ended ({setting}) before a {kind} fitted" if setting else f"no {kind} fits"
     )
     if is_held := held_bytes >= limits.budget_bytes:  # then no size is small enough
-        reason += ", as the process already holds more than the budget"
+        reason += ", because the process already holds more than the budget"
     origin = "(memory_limit_gb)" if limits.total_name else f"on {device}"
     sizes = limits.budget_bytes, limits.total_bytes, held_bytes
     budget, total, held = map(in_units, sizes)
@@ -241,5 +241,5 @@ def nothing_fits(
         f"AutoBatch ({mode}): {reason}. Budget {budget} for this process: "
         f"{limits.target_memory_fraction:.0%} of {total} {origin}{others if has_others else ''}; "
         f"{held} are held before the first sample. Tried: {tried or 'nothing'}. "
-        f"What helps: {'; '.join(remedies)}."
+        f"Remedies: {'; '.join(remedies)}."
     )

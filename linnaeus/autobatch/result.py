@@ -49,13 +49,13 @@ class AutoBatchResult:
         seconds: duration of the search.
         trials: every trial, in order. The size found may be there twice: tried, and confirmed.
         timings: the sizes that were timed, ascending; empty unless the objective is throughput.
-        ran_on_every_rank: the sizes that fit on each of several ranks, which have all run them; `trials`
-            are those of rank 0.
+        ran_on_every_rank: the sizes that fit on every one of several ranks, which have all run them; `trials`
+            has only the trials of rank 0.
         total_is_limit: whether `total_bytes` is the limit.
-        tolerance: as asked for, like the next three.
-        multiple_of: as asked for.
-        min_batch_size: as asked for.
-        max_batch_size: as asked for.
+        tolerance: as requested, like the next three.
+        multiple_of: as requested.
+        min_batch_size: as requested.
+        max_batch_size: as requested.
         fit: the attempts of `DATA.AUTOBATCH.FIT`, each with its remedy, the size found and the wanted one.
     """
 

@@ -82,7 +82,7 @@ class OutOfMemory(Exception):  # noqa: N818 (it names an event; `measure` raises
 
 
 class KernelLimit(OutOfMemory):
-    """Raised by `measure` when a kernel does not take a size, whatever the memory."""
+    """Raised by `measure` when a kernel does not take a size for any memory."""
 
     status: Status = "kernel"
 
@@ -329,7 +329,7 @@ class _Search:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Sizes at the ends of the bracket: 0 where none has fitted, the largest where none has failed."""
+        """Sizes at the ends of the bracket: 0 if none has fitted, the largest where none has failed."""
         low = self.candidates[self.low] if self.low >= 0 else 0
         return low, self.candidates[min(self.high, len(self.candidates) - 1)]
 

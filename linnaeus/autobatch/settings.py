@@ -57,7 +57,7 @@ class SearchSettings:
     multiple_of: int = _setting(1, "only its multiples, and sizes below it, are tried", ge=1)
     memory_limit_gb: float | None = _setting(
         None,
-        "GiB; this process may hold the target fraction of it, whatever others use",
+        "GiB; this process may hold the target fraction of it, regardless of others",
         gt=0,
         lt=math.inf,
     )
@@ -143,7 +143,7 @@ _COMPARISONS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def check_number(name: str, value: Any, kind: type = Real, **bounds: float) -> None:
-    """Check that it is a real number, or an `Integral`, within `gt`, `ge`, `lt` and `le`; a bool is none."""
+    """Check that it is a real number, or an `Integral`, within `gt`, `ge`, `lt` and `le`, and not a bool."""
     if isinstance(value, bool) or not isinstance(value, kind):
         kind_name = "an integer" if kind is Integral else "a number"
         raise TypeError(f"{name} is {value!r}; it must be {kind_name}")

@@ -126,7 +126,7 @@ class TrialRunner:
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._optimizers):
             raise AutoBatchError(
                 "AutoBatch: LBFGS in state fills its history over many steps, long after a trial has ended. "
-                "Give a batch size of your own, or use another optimizer."
+                "Set the batch size by hand, or use another optimizer."
             )
         self._modules = [part for part in self.state if isinstance(part, nn.Module)]
         self._is_prepared = self.training
@@ -191,8 +191,8 @@ class TrialRunner:
     def run_jointly(self, size: int, lockstep: AbstractContextManager[object]) -> int:
         """Run the steps of a trial together with all other ranks, and return the peak in bytes.
 
-        Every rank takes the same number of steps, whatever it measures: there is no budget and no second
-        attempt, and an error is raised unchanged.
+        Every rank takes the same number of steps regardless of its measurements: there is no budget and no
+        second attempt, and an error is raised unchanged.
 
         Args:
             size: the batch size.
@@ -245,7 +245,7 @@ class TrialRunner:
             if failures:
                 raise AutoBatchError(
                     f"AutoBatch (val): the training before validation does not fit on {memory.device}, so no "
-                    f"validation size can be measured: {failures[0]}. What helps: free memory on "
+                    f"validation size can be measured: {failures[0]}. Remedies: free memory on "
                     f"{memory.device}; choose a smaller model; train with a smaller batch size."
                 )
         if is_alone and memory.in_use() >= self.budget_bytes:
@@ -299,7 +299,7 @@ class TrialRunner:
         """Make a batch, and notice where `make_batch` has no more samples.
 
         A first dimension counts samples if it was the size in a smaller batch, with as many tensors and the
-        same shape otherwise, and grows. Fewer samples than asked for are all if twice the size gives no more.
+        same shape otherwise, and grows. Fewer samples than requested are all if twice the size gives no more.
         """
         batch = self.make_batch(size)
         self._sizes_of.setdefault(tuple(x.shape for x in nest.tensors(batch)), set()).add(size)

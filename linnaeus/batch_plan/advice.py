@@ -33,7 +33,7 @@ def plan_advice(
     learning_rate: float,
     min_steps: int,
 ) -> str | None:
-    """Return the most urgent advice on the splits of a run; None where there is none.
+    """Return the most urgent advice on the splits of a run; None if there is none.
 
     It is the only advice on batch sizes that a run gives: two would ask for opposite things.
 
@@ -74,7 +74,7 @@ def _fine_tuning(
         return None
     return (
         f"pretrained weights ({facts.pretrained_key}) may be forgotten with an effective batch of {size} "
-        f"and a learning rate of {learning_rate:.3g}; bring the rate to {limit:g} or less with "
+        f"and a learning rate of {learning_rate:.3g}; lower the learning rate to {limit:g} or less with "
         f"OPTIMIZER.LR, or lower {key}, and set SCHEDULE.WARMUP_EPOCHS"
     )
 

@@ -23,7 +23,7 @@ class Facts:
         world_size: number of ranks.
         num_samples: number of training samples.
         learning_rate, weight_decay: the optimizer's, before scaling; the learning rate is its peak.
-        batchnorm: `none`, `local` (each rank normalises its own micro-batches) or `synchronised` over all
+        batchnorm: `none`, `local` (each rank normalizes its own micro-batches) or `synchronised` over all
             ranks.
         pretrained: whether training starts from pretrained weights.
         pretrained_key: the key that names those weights.
@@ -51,7 +51,7 @@ class Facts:
 
 
 def max_samples_per_rank(train: TrainConfig, facts: Facts) -> int | None:
-    """The most samples per rank and optimizer step that the TRAIN node asks for; None: as many as fit.
+    """The most samples per rank and optimizer step that the TRAIN node allows; None: as many as fit.
 
     A search for the largest size that fits need not go beyond it; before the search, `facts` have the largest
     micro-batch size that it may find.
@@ -108,7 +108,7 @@ def plan_epochs(
 
 
 def keeps_rest(train: TrainConfig) -> bool:
-    """Whether an epoch ends with a smaller step: no effective batch size is asked for."""
+    """Whether an epoch ends with a smaller step: no effective batch size is set."""
     return train.BATCH_SCHEDULE.NAME == "constant" and train.EFFECTIVE_BATCH_SIZE is None
 
 
@@ -190,7 +190,7 @@ def _contradictions(train: TrainConfig) -> list[str]:
     elif schedule.LENGTH is not None and schedule.LENGTH >= train.EPOCHS:
         problems.append(
             f"{SCHEDULE}.LENGTH: {schedule.LENGTH} epochs are not before the last of TRAIN.EPOCHS "
-            f"{train.EPOCHS}; {train.EPOCHS - 1} is the most"
+            f"{train.EPOCHS}; {train.EPOCHS - 1} is the maximum"
         )
     return problems
 
@@ -199,12 +199,12 @@ def _misfit(name: str, size: int, facts: Facts) -> str | None:
     """Why an effective batch size is not possible on any device; None if it is."""
     world_size, largest = facts.world_size, facts.epoch_samples_per_rank * facts.world_size
     if size < world_size:
-        return f"{name}: {size} is below the {world_size} ranks, each of which takes at least one sample"
+        return f"{name}: {size} is below the {world_size} ranks, and each rank takes at least one sample"
     if size > largest:
         return (
-            f"{name}: {size} is above what one epoch holds: "
+            f"{name}: {size} is above the samples of one epoch: "
             f"{counted(facts.num_samples, 'training sample')} on {counted(world_size, 'rank')}; "
-            f"{largest} is the most"
+            f"{largest} is the maximum"
         )
     if size % world_size:
         lower = size // world_size
@@ -265,8 +265,8 @@ def _size_changes(train: TrainConfig, facts: Facts) -> list[SizeChange]:
     last = _constant_split(train, facts).samples_per_rank if size is None else size // world_size
     if size is None and last < first:
         raise ConfigError(
-            f"{SCHEDULE}.FIRST: {schedule.FIRST} is above {last * world_size}, what fits x ranks x "
-            f"TRAIN.ACCUMULATION_STEPS, where the batch would end; lower it or set {EFFECTIVE}"
+            f"{SCHEDULE}.FIRST: {schedule.FIRST} is above the last batch, {last * world_size} (maximum "
+            f"micro-batch x ranks x TRAIN.ACCUMULATION_STEPS); lower it or set {EFFECTIVE}"
         )
     length = schedule.LENGTH if schedule.LENGTH is not None else train.EPOCHS - 1
     return growth(schedule.NAME, first, last, length, facts.max_micro_batch_size)

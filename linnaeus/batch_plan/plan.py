@@ -129,11 +129,11 @@ class BatchPlan:
         return min(stage.micro_batches[-1] for stage in self.stages)
 
     def rest_of_epoch(self, epoch: int, samples_done: int = 0) -> list[Stage]:
-        """The remaining stages of an epoch, counted from 0, after so many samples of it over all ranks.
+        """Return the stages left in an epoch, counted from 0, after `samples_done` samples over all ranks.
 
-        Where an optimizer step of this plan ends after `samples_done`, they are those of the plan. Otherwise
-        the run was resumed with other sizes: the steps that fit into each stage's remaining samples follow,
-        and what a stage leaves over goes to the next one. What the last one leaves over is less than a step.
+        If an optimizer step of this plan ends there, they are the plan's stages. Otherwise the run was
+        resumed with other sizes. Each stage then has the steps that fit in its remaining samples, and leaves
+        the rest to the next stage. The rest of the last stage is less than a step.
         """
         planned = self._planned_rest(epoch, samples_done)
         return self._replanned_rest(epoch, samples_done) if planned is None else planned
@@ -156,7 +156,7 @@ class BatchPlan:
         is_cut = self.max_steps is not None and epoch == self.num_epochs - 1
         num_samples = self.samples_per_epoch[epoch] if is_cut else self.num_samples
         if self.keep_rest and len(planned) > 1:
-            planned = planned[:-1]  # the smaller step at the end is worked out anew
+            planned = planned[:-1]  # the smaller step at the end is computed again
         for stage in planned:
             end += stage.num_steps * stage.effective_batch_size
             limit = num_samples if stage is planned[-1] else end

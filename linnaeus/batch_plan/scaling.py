@@ -16,7 +16,7 @@ WARMUP_FRACTION = 0.05
 unless the learning rate rises slowly (Goyal et al. 2017, section 2.2)."""
 
 WARMUP_MAX_EPOCHS = 5
-"""Longest added warm-up, in epochs: as long as that of Goyal et al. 2017."""
+"""Longest added warm-up in epochs, as in Goyal et al. 2017."""
 
 
 def scale_factor(rule: str, effective_batch_size: int, base_batch_size: int) -> float:

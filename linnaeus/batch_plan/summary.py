@@ -28,13 +28,15 @@ def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode)
     if plan.max_steps is not None:
         epochs = sum(plan.samples_per_epoch) / plan.num_samples
         rows["steps"] = f"{plan.total_steps} in all (TRAIN.MAX_STEPS), {epochs:.4g} epochs"
-    rows["rate"] = f"{plan.learning_rate:.6g} at the peak (the optimizer's own)"
+    rows["learning rate"] = f"{plan.learning_rate:.6g} at the peak (the optimizer's own)"
     if isinstance(optimizer, OptimizerConfig):
         ratio = f"{plan.effective_batch_size}/{optimizer.BASE_BATCH_SIZE}"
         factors = {"linear": ratio, "sqrt": f"sqrt({ratio})"}
         rule, key = optimizer.LR_SCALING, "OPTIMIZER.LR"
         scaled = "" if rule == "none" else f" = {key} {optimizer.LR:.6g} x {factors[rule]}"
-        rows["rate"] = f"{plan.learning_rate:.6g} at the peak{scaled} ({rule if scaled else key})"
+        rows["learning rate"] = (
+            f"{plan.learning_rate:.6g} at the peak{scaled} ({rule if scaled else key})"
+        )
         if optimizer.WEIGHT_DECAY_SCALING != "none":
             before = f"OPTIMIZER.WEIGHT_DECAY {optimizer.WEIGHT_DECAY:.6g}"
             rows["weight decay"] = f"{plan.weight_decay:.6g} = {before} x sqrt({ratio})"

@@ -1,4 +1,4 @@
-"""Arguments of Python functions in errors, as options."""
+"""Translate arguments of Python functions in error messages to command-line options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ARGUMENT = re.compile(
 
 @contextmanager
 def naming_options() -> Iterator[None]:
-    """Name options in errors from inside the context: `--format onnx` for `format=onnx`."""
+    """Name options instead of arguments in errors raised inside: `--format onnx`, not `format=onnx`."""
     try:
         yield
     except ConfigError as error:

@@ -14,7 +14,7 @@ from linnaeus.runtime.signals import StopRequest
 
 @dataclass
 class AverageOptions(RunOptions):
-    """How many checkpoints to average, and where."""
+    """Options of `linnaeus average`."""
 
     last: int = option(
         "number of newest checkpoints to average; 1 only measures BatchNorm statistics again; default 5",
@@ -35,10 +35,10 @@ def read(argv: Sequence[str]) -> tuple[AverageOptions, Config]:
     from linnaeus.config.load import load_config, read_run_config
 
     options, words, problems = PARSER.words(argv)
-    problems += [f"RUN: name one run, and not {word} too" for word in words]
+    problems += [f"RUN: name only one run; leave out {word}" for word in words]
     file = options.run / CONFIG
     if not problems and not file.is_file():
-        problems.append(f"RUN: {options.run} is no folder of a run: it has no {CONFIG}")
+        problems.append(f"RUN: {options.run} is not a run directory: it has no {CONFIG}")
     if problems:
         raise ConfigError(problems)
     config = load_config([], read_run_config(file)).config

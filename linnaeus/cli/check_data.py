@@ -13,16 +13,16 @@ from linnaeus.runtime.words import counted
 
 
 def read(argv: Sequence[str]) -> str | tuple[Options, Config]:
-    """Read the tokens after `check-data`: a text to print, or the arguments of `run`.
+    """Read the tokens after `check-data`. Return a text to print, or the arguments of `run`.
 
     Raises:
-        ConfigError: lists everything that is wrong.
+        ConfigError: lists all mistakes.
     """
     return read_request(PARSER, argv)
 
 
 def run(_: Options, config: Config) -> int:
-    """Check the data and report the findings; returns the exit code: 0.
+    """Check the data and report the findings. Return exit code 0.
 
     Raises:
         ConfigError: the data has no image files.
@@ -37,7 +37,7 @@ def run(_: Options, config: Config) -> int:
     data = build_data(skipping, seed=config.EXPERIMENT.SEED, reads_images=False)
     if not (isinstance(data.train, ImageFiles) and isinstance(data.val, ImageFiles)):
         raise ConfigError(
-            "DATA.DATASET: its samples are no image files, so there is nothing to check; "
+            "DATA.DATASET: its samples are not image files, so there is nothing to check; "
             "add data=imagefolder or data=manifest"
         )
     splits = {name: split for name, split in data.splits.items() if isinstance(split, ImageFiles)}

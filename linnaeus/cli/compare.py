@@ -24,12 +24,12 @@ from linnaeus.runtime.run_folder import CLAIMS, RUN
 from linnaeus.runtime.words import several
 
 DESCRIPTION = """\
-Puts trained runs side by side: what differs in their configurations, their metrics and learning curves.
+Shows trained runs side by side: differing keys, metrics and learning curves.
 
-RUN is the folder of a run, a folder with runs below it such as a sweep's, or a pattern such as 'runs/lr*'.
+RUN is a run directory, a folder with runs such as a sweep's, or a pattern such as 'runs/lr*'.
 """
 DETAILS = """\
-Runs that have not ended, were interrupted or have failed are shown with what they have measured so far.
+Unfinished, interrupted and failed runs are shown with their metrics so far.
 
 examples:
   linnaeus compare runs
@@ -39,7 +39,7 @@ examples:
 exit codes: 0 done, 1 a file cannot be written, 2 a folder or an option, 130 interrupted
 """
 RUN_MARKERS = {METRICS, RESULT, RUN, CLAIMS, CHECKPOINTS}
-"""A run has at least one of these; a folder with a `config.yaml` that somebody wrote has none."""
+"""A run has at least one of these. A folder with a user's `config.yaml` has none."""
 _NOT_ENTERED = re.compile(rf"\.|{LOGS}$|{CHECKPOINTS}$|wandb$|__pycache__$")
 """Folders that hold no runs."""
 
@@ -49,7 +49,7 @@ class CompareOptions(Options):
     """Runs to compare, and the file of their metrics; `aside` are omitted runs."""
 
     metric: str | None = option(
-        "validation metric that is compared; default: top-1 of the finest level, or the loss",
+        "validation metric to compare; default: top-1 of the finest level, or the loss",
         "NAME",
     )
     sort: str | None = option(
@@ -57,22 +57,20 @@ class CompareOptions(Options):
         "effective_batch or training_s; -KEY reverses it; default: the order of the folders",
         "KEY",
     )
-    output: Path | None = option(
-        "also write the metrics: .json, .jsonl or .csv by its ending", "FILE", read_table
-    )
-    plot: Path | None = option("also draw a picture: .png or .svg by its ending", "FILE", read_plot)
+    output: Path | None = option("write the metrics as .json, .jsonl or .csv", "FILE", read_table)
+    plot: Path | None = option("plot the learning curves as .png or .svg", "FILE", read_plot)
     aside: list[Path] = field(default_factory=list)
 
 
 def read(argv: Sequence[str]) -> tuple[CompareOptions, list[Path]]:
-    """Read the tokens after `compare`: the options and the folders of the runs.
+    """Read the tokens after `compare`. Return the options and the run directories.
 
     Raises:
-        ConfigError: lists every option and every name that cannot be used.
+        ConfigError: lists all options and names that cannot be used.
     """
     options, names, problems = PARSER.words(argv)
     if not names and not problems:
-        problems.append("RUN: name the folders of runs, such as runs, or 'runs/lr*'")
+        problems.append("RUN: is missing; name run directories, such as runs, or 'runs/lr*'")
     folders = find_runs(names, problems, options.aside)
     problems += unwritable({"--output": options.output, "--plot": options.plot})
     if problems:
@@ -81,7 +79,7 @@ def read(argv: Sequence[str]) -> tuple[CompareOptions, list[Path]]:
 
 
 def run(options: CompareOptions, folders: Sequence[Path]) -> int:
-    """Read the runs, write the files and show the table; returns the exit code 0.
+    """Read the runs, write the files and show the table. Return exit code 0.
 
     Raises:
         ConfigError: no run has the metric, or there is nothing to sort by.
@@ -98,8 +96,8 @@ def run(options: CompareOptions, folders: Sequence[Path]) -> int:
     if options.aside:
         names = several([str(folder) for folder in options.aside])
         runs.notes.append(
-            f"left out, as later runs of the same name have moved them aside: {names}; "
-            "name their folders to compare them"
+            f"not shown, because later runs of the same name moved them aside: {names}; "
+            "name their directories to compare them"
         )
     console = make_console()
     runs.show(console)

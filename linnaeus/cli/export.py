@@ -1,4 +1,4 @@
-"""`linnaeus export`: trained runs as files for other programs."""
+"""`linnaeus export`: write trained runs as files for other programs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.signals import StopRequest, leaving_at_once
 
 DESCRIPTION = """\
-Writes a trained run's model as a file that other programs read, with its classes, taxonomy and preprocessing
-in it. The file is read back at once and must give the run's outputs.
+Writes the model of a trained run to a file for other programs, with its classes, taxonomy and preprocessing.
+Linnaeus reads the file back and compares its outputs with the run.
 """
 DETAILS = """\
 formats:
@@ -23,66 +23,66 @@ formats:
   onnx            for onnxruntime and others; needs pip install 'linnaeus[export]'
   torch-export    for torch.export.load, without the model's code
 
-ONNX and torch.export files take images [B, C, H, W], normalised, with any B, and give probabilities [B,
-classes] for each level, by its name. If the outputs of file and run differ on random pixels, this is an error
-and nothing is written.
+ONNX and torch.export files take normalized images [B, C, H, W] with any B. They return probabilities
+[B, classes] for each level, by name. If file and run give different outputs for random pixels, the command
+fails and writes nothing.
 
 examples:
   linnaeus export runs/birds --format onnx --output birds.onnx
   linnaeus export runs/birds --format onnx --preprocessing --half --opset 20
   linnaeus export runs/birds --format torch-export
 
-exit codes: 0 done, 1 it cannot be exported so, or gives other outputs, 2 option, 130 Ctrl-C, 143 SIGTERM
+exit codes: 0 done, 1 the export failed or gives other outputs, 2 option, 130 Ctrl-C, 143 SIGTERM
 """
 
 
 @dataclass
 class ExportOptions(CheckpointOptions):
-    """What to export, and where to."""
+    """Options of `linnaeus export`."""
 
-    format: str = choice("kind of file", FORMATS, "")
+    format: str = choice("file format", FORMATS, "")
     output: Path | None = option(
-        "file; one that is there is replaced; default: export/model.<ending> in the run's folder",
+        "output file, replaced if it exists; default: export/model.<ending> in the run directory",
         "FILE",
         Path,
     )
     outputs: str = choice(
-        "what ONNX and torch.export files give; default probabilities", OUTPUTS, "probabilities"
+        "outputs of ONNX and torch.export files; default probabilities", OUTPUTS, "probabilities"
     )
     opset: int | None = option(
-        "version of ONNX's operators; default: the exporter's own", "N", read_count
+        "ONNX operator set version; default: the exporter's", "N", read_count
     )
     half: bool = option("ONNX and torch.export: weights and arithmetic in float16")
     preprocessing: bool = option(
-        "ONNX and torch.export: take uint8 pixels of the model's size, and normalise them in the graph"
+        "ONNX and torch.export: take uint8 pixels of the model's size and normalize them in the graph"
     )
     device: str = option("auto, cpu, cuda, cuda:1, ...", "DEVICE", default="cpu")
 
 
 def read(argv: Sequence[str]) -> tuple[ExportOptions]:
-    """Read the tokens after `export`: the argument of `run`.
+    """Read the tokens after `export` and return the argument of `run`.
 
     >>> (options,) = read([__file__, "--format", "onnx", "--device", "cuda"])
     >>> options.run.name, options.format, options.device
     ('export.py', 'onnx', 'cuda')
 
     Raises:
-        ConfigError: lists everything that is wrong.
+        ConfigError: lists all mistakes.
     """
     options, words, problems = PARSER.words(argv)
-    problems += [f"RUN: name one run, and not {word} too" for word in words]
+    problems += [f"RUN: name only one run; leave out {word}" for word in words]
     if not options.format and not any(problem.startswith("--format") for problem in problems):
-        problems.append(f"--format: is missing; give one of {', '.join(FORMATS)}")
+        problems.append(f"--format: is missing; set one of {', '.join(FORMATS)}")
     if problems:
         raise ConfigError(problems)
     return (options,)
 
 
 def run(options: ExportOptions) -> int:
-    """Export the run and say how the result was checked; returns the exit code: 0.
+    """Export the run, print the result of the check and return exit code 0.
 
     Raises:
-        LinnaeusError: something that the user can mend; the message says how.
+        LinnaeusError: an error that the user can fix; the message says how.
     """
     with leaving_at_once():
         from linnaeus.inference.export.run import export_run

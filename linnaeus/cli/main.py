@@ -1,11 +1,11 @@
-"""From the words of a command line to an exit code.
+"""Run a command line and return its exit code.
 
-The first word may be one of `COMMANDS`; without such a word Linnaeus trains. A command is a module of
-`linnaeus.cli`, or a folder with `options` and `session`, that has
+The first word may be one of `COMMANDS`. Without a command, Linnaeus trains. A command is a module of
+`linnaeus.cli`, or a folder with `options` and `session`. It has
 
 * `PARSER`: its options.
-* `read(argv)`: checks the words after the command, without torch, so that mistakes are reported at once. It
-  returns a text to print, such as the configuration, or the arguments of `run`, the options first.
+* `read(argv)`: checks the words after the command without torch, so mistakes are reported at once. It returns
+  a text to print, such as the configuration, or the arguments of `run`, options first.
 * `run(*arguments)`: does the work and returns the exit code.
 """
 
@@ -34,37 +34,37 @@ from linnaeus.runtime.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
 from linnaeus.runtime.signals import Interrupted, end_with_torchrun, leaving_at_once
 
 COMMANDS = {
-    "train": "train; the word may be left out, but `linnaeus` alone prints this text",
-    "check-data": "reads all images once, and names the damaged ones",
-    "analyze": "memory, batch size and speed before a run",
-    "sweep": "a run for each combination of values, compared",
-    "work": "takes runs of a sweep, here or on another machine",
-    "compare": "runs side by side: what differs, metrics and learning curves",
-    "evaluate": "a trained run on labelled data: accuracy per level and class, calibration",
-    "predict": "classes of images, by a trained run",
-    "average": "the last checkpoints of a run, averaged to one",
-    "export": "a trained run as a safetensors, ONNX or torch.export file",
+    "train": "train a model; the word is optional, but `linnaeus` alone prints this help",
+    "check-data": "read all images once and name the damaged ones",
+    "analyze": "measure memory, batch size and speed before a run",
+    "sweep": "train once for each combination of values and compare the runs",
+    "work": "train runs of a sweep, on this or another machine",
+    "compare": "show runs side by side: different keys, metrics, learning curves",
+    "evaluate": "evaluate a run on labeled data: accuracy per level and class, calibration",
+    "predict": "predict the classes of images",
+    "average": "average the last checkpoints of a run",
+    "export": "write a run as a safetensors, ONNX or torch.export file",
 }
-"""The commands, each with what it does."""
+"""The commands and their descriptions."""
 WITH_TORCHRUN = ("train", "evaluate")
-"""Commands of several ranks. Sweeps and workers start the ranks of their runs themselves."""
+"""Commands that run on several ranks. Sweeps and workers start the ranks of their runs themselves."""
 SUBMIT_WORKERS = ("sweep", "work")
 """Commands that submit jobs of their own with `--launcher slurm`."""
 MULTIRUN = ("-m", "--multirun")
 """Hydra's names for a sweep."""
 LEAVE_AFTER_S = 3.0
-"""How long other ranks wait before they leave, so that rank 0 can say what is wrong."""
+"""Seconds that other ranks wait before they exit, so that rank 0 can print the error."""
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for, by default that of the process.
+    """Run a command line, by default `sys.argv`.
 
     Returns:
-        The exit code: 0 done, 2 configuration or option, 3 no batch size fits, or training ran out of
-        memory, 130 interrupted (128 and the number of another signal), 1 anything else.
+        The exit code: 0 done, 2 configuration or option, 3 no batch size fits or out of memory, 130
+        interrupted (in general 128 plus the signal's number), 1 any other error.
     """
     end_with_torchrun()
-    # Pillow warns of odd files with a line of its source; errors name the file.
+    # Pillow's warnings about odd files show a line of its source. Our errors name the file.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     tokens = list(sys.argv[1:] if argv is None else argv)
     rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None  # torchrun sets both
@@ -76,7 +76,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
         elif {"-h", "--help"}.intersection(takewhile("--".__ne__, rest)):
             request = part_of(command, "PARSER").format_help()
         else:
-            with leaving_at_once():  # OmegaConf makes another error of the exception
+            with leaving_at_once():  # OmegaConf turns KeyboardInterrupt into another error
                 request = part_of(command, "read")(rest)
         if isinstance(request, str):
             if is_main:
@@ -88,10 +88,10 @@ def cli(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 f"torchrun: {command} takes no ranks from it; run it alone: linnaeus {shlex.join(tokens)}"
             )
-    except ConfigError as error:  # every rank has read the same command line
+    except ConfigError as error:  # all ranks read the same command line
         if is_main:
             print(error, file=sys.stderr, flush=True)
-        else:  # torchrun ends all ranks with the first one that leaves
+        else:  # torchrun ends all ranks when the first one exits
             time.sleep(LEAVE_AFTER_S)
         return error.exit_code
     except KeyboardInterrupt:
@@ -100,7 +100,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
         if submits:
             from linnaeus.sweep.slurm import submit_command
 
-            # A run of `train` resumes in its folder when the job is queued again.
+            # A requeued job resumes the run of `train` in its run directory.
             folder = request[1].EXPERIMENT.folder if command == "train" else None
             submitted = submit_command(
                 options.slurm,
@@ -112,7 +112,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
             )
             print(submitted, end="")
             return 0
-        with leaving_at_once():  # torch may be imported
+        with leaving_at_once():  # imports torch
             run = part_of(command, "run")
         exit_code: int = run(*request)
         return exit_code
@@ -127,17 +127,17 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 
 def _interrupted() -> int:
-    """Say that Ctrl-C has ended the command; returns the exit code."""
+    """Print that Ctrl-C ended the command and return the exit code."""
     print("interrupted by Ctrl-C", file=sys.stderr, flush=True)
     return EXIT_INTERRUPTED
 
 
 def console(*command: str) -> int:
-    """Entry point of `linnaeus` and of `tools/`, which pass their command.
+    """Entry point of `linnaeus` and of the scripts in `tools/`, which pass their command.
 
-    Prints help without arguments and adds the current directory to `sys.path`.
+    Print help if there are no arguments, and add the current directory to `sys.path`.
     """
-    if "_ARGCOMPLETE" in os.environ:  # the shell asks what may stand at the cursor
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         word = [*os.environ.get("COMP_LINE", "").split(), "", ""][1]
         part_of(word if word in COMMANDS else "train", "PARSER").complete(COMMANDS)
     if not sys.flags.safe_path:  # PYTHONSAFEPATH
@@ -147,7 +147,7 @@ def console(*command: str) -> int:
 
 
 def part_of(command: str, name: str) -> Any:
-    """`PARSER`, `read` or `run` of a command."""
+    """Return `PARSER`, `read` or `run` of a command."""
     module = import_module(f"linnaeus.cli.{command.replace('-', '_')}")
     if not hasattr(module, name):
         module = import_module(f"{module.__name__}.{'session' if name == 'run' else 'options'}")
@@ -155,10 +155,10 @@ def part_of(command: str, name: str) -> Any:
 
 
 def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The command and its own tokens.
+    """Return the command and its tokens.
 
     Raises:
-        ConfigError: the first word is like a command's, and a mistake; or the command comes later.
+        ConfigError: the first word is a misspelled command, or the command is not the first word.
     """
     command, rest = (
         (tokens[0], tokens[1:]) if tokens and tokens[0] in COMMANDS else ("train", tokens)

@@ -1,4 +1,4 @@
-"""Command lines: one declaration per option, the words beside options, values of options. Without torch."""
+"""Command lines: declarations of options, other words, option values. Does not import torch."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SOURCES = (
     (
         "--cfg",
         "FILE",
-        "read a YAML file with the keys that differ from the defaults; a later file wins",
+        "YAML file with the keys that differ from the defaults; later files win",
     ),
-    ("--config-dir -cd", "DIR", "a folder of groups and files of your own"),
-    ("--config-name -cn", "NAME", "a file of it, as with --cfg"),
+    ("--config-dir -cd", "DIR", "folder of your own groups and files"),
+    ("--config-name -cn", "NAME", "a file in this folder, read like --cfg"),
 )
 _NUMBER = re.compile(r"-([.\d]|(inf|nan)$)")
 
@@ -45,20 +45,20 @@ def option(
     default: Any = None,
     **rest: Any,
 ) -> Any:
-    """A field of `Options` that is an option of the same name.
+    """Declare a field of `Options` as a command-line option of the same name.
 
     Args:
-        text: its help.
-        metavar: what its value looks like; None for an option without a value, which is then a bool.
-        read: the value from its text; raises `ValueError` with what is wrong.
+        text: the help text.
+        metavar: placeholder of the value in the help; None for a flag, whose value is a bool.
+        read: parses the text; raises `ValueError` with the reason.
         default: a value, or a function that makes one.
-        key: the configuration key that the option sets; it fills no attribute then.
-        takes: whether a word is one of several values; `read` then gets the list of all.
-        launches: says where the command runs; a job of SLURM does not take it along.
-        short: another name.
+        key: the configuration key to set instead of the attribute.
+        takes: returns whether a word is one of several values; `read` then gets the list of all.
+        launches: whether the option selects where the command runs; SLURM jobs do not get it.
+        short: a second name.
         choices: values that completion offers.
-        needs: the option without which it means nothing.
-        not_with: options with which it means nothing, each with the reason.
+        needs: an option that must be given too.
+        not_with: options that must not be given too, each with the reason.
     """
     if metavar is None:
         default = False
@@ -73,32 +73,32 @@ def _read_sbatch(words: Sequence[str]) -> dict[str, str | None]:
 
 
 def _is_sbatch(word: str) -> bool:
-    """Whether a word is an option of sbatch: a known one, or KEY=VALUE that chooses no preset."""
+    """Whether a word is an option of sbatch: a known flag, or KEY=VALUE that selects no preset."""
     name, has_value, _ = word.partition("=")
     is_own = has_value and re.fullmatch(r"[a-z][a-z0-9_-]*", name) and name not in available()
     return name in FLAGS or bool(is_own)
 
 
 def read_choice(choices: Collection[str], text: str) -> str:
-    """One of some words; `ValueError` for another."""
+    """Return the text if it is one of the choices, else raise `ValueError`."""
     if text not in choices:
-        raise ValueError(f"{text!r} is none of {', '.join(choices)}{suggest(text, choices)}")
+        raise ValueError(f"{text!r} is not one of {', '.join(choices)}{suggest(text, choices)}")
     return text
 
 
 def choice(text: str, choices: Sequence[str], default: str | None = None, **rest: Any) -> Any:
-    """An option whose value is one of some words."""
+    """Declare an option whose value is one of the choices."""
     read = partial(read_choice, choices)
     return option(text, "|".join(choices), read, default, choices=choices, **rest)
 
 
 @dataclass
 class Options:
-    """Options of a command: fields made with `option`; `argv` are the words without `launches` options."""
+    """Options of a command: fields made with `option`. `argv` holds the words without `launches` options."""
 
     argv: list[str] = field(default_factory=list)
     launcher: str = choice(
-        "where to run: this machine (default), or a job of SLURM",
+        "where to run: on this machine (default), or as a SLURM job",
         ("local", "slurm"),
         "local",
         launches=True,
@@ -111,16 +111,16 @@ class Options:
         takes=_is_sbatch,
         launches=True,
     )
-    dry_run: bool = option("print what would be started, and start nothing", launches=True)
+    dry_run: bool = option("print the commands or the job script, and start nothing", launches=True)
 
 
 @dataclass
 class RunOptions(Options):
-    """Options of a command whose first word is a trained run."""
+    """Options of a command that takes a trained run as its first word."""
 
     run: Path = Path()
     trust_code: bool = option(
-        "run the code that the run's files name in `_target_`: for your own runs only"
+        "run the code named by `_target_` in the run's files; only for your own runs"
     )
 
 
@@ -129,13 +129,13 @@ class CheckpointOptions(RunOptions):
     """Options of a command that loads a checkpoint of a trained run."""
 
     checkpoint: str | None = option(
-        "checkpoint: best (default), last, or a file; not where RUN is a checkpoint itself",
+        "checkpoint: best (default), last, or a file; leave it out if RUN is a checkpoint",
         "best|last|FILE",
         choices=("best", "last"),
     )
 
     def load(self, run: Path, device: str) -> TrainedRun:
-        """Load a run; arguments and errors as for `load_run`."""
+        """Load a run. See `load_run` for arguments and errors."""
         from linnaeus.inference.trained import load_run
 
         checkpoint = self.checkpoint or "best"
@@ -146,16 +146,16 @@ Given = TypeVar("Given", bound=Options)
 
 
 class CommandParser(argparse.ArgumentParser, Generic[Given]):
-    """The options of a command, and its help.
+    """Options and help of a command.
 
-    argparse writes the help. `words` reads the command line, because argparse stops at the first mistake and
+    argparse writes the help. `words` parses the command line, because argparse stops at the first mistake and
     loses the order of options and keys.
 
     Args:
-        options: the class with the options; of `RunOptions`, the first word is a run.
-        details: the end of the help: what else to know, examples, exit codes.
-        print_config: help of `--print-config`; without it, keys of the configuration cannot be set.
-        words: what stands beside the options, for the usage; None derives it from the above.
+        options: the class with the options. A subclass of `RunOptions` takes a run as its first word.
+        details: the end of the help: details, examples, exit codes.
+        print_config: help of `--print-config`. If empty, the command takes no configuration keys.
+        words: the arguments in the usage line; None derives them from the other arguments.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
         if print_config and not takes_run:
             for name, metavar, text in _SOURCES:
                 self.add_argument(*name.split(), metavar=metavar, help=text)
-            text = "may come before the keys; changes nothing"
+            text = "optional word before the keys, without effect"
             self.add_argument("--opts", action="store_true", help=text)
         inherited = {each.name for each in fields(Options)}
         own = sorted(fields(options), key=lambda each: each.name in inherited)
@@ -210,14 +210,14 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
             self._options |= dict.fromkeys(names, each)
 
     def words(self, argv: Sequence[str]) -> tuple[Given, list[str], list[str]]:
-        """Take the options, and RUN where the command uses one, out of a command line.
+        """Parse the options, and RUN if the command takes one.
 
         Args:
-            argv: the tokens after the command. After `--` all are words.
+            argv: the tokens after the command. All tokens after `--` are words.
 
         Returns:
-            The options; the other words, with the configuration's own options among them and overrides in
-            place of options that set keys; and one sentence for each problem.
+            The options, the other words, and a sentence for each problem. The words include the options of
+            the configuration. Options that set keys become overrides.
         """
         options = self.options()
         words, problems = list[str](), list[str]()
@@ -229,7 +229,7 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
             about: Mapping[str, Any] = known.metadata if known else {}
             at += 1
             if not _is_option(name) or (self.takes_overrides and name in OPTIONS):
-                words.append(argv[begin])  # the value of an option follows it
+                words.append(argv[begin])  # an option's value follows as the next word
             elif known is None:
                 following = argv[at] if at < end and not has_value else "-"
                 problem, is_setting = self._unknown(argv[begin], following)
@@ -265,26 +265,32 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
                 problems.append(f"{name}: needs {needs}")
             for other, reason in about.get("not_with", {}).items():
                 if other in given:
-                    problems.append(f"{name}: not with {other}, which {reason}; leave it out")
+                    problems.append(
+                        f"{name}: cannot be used with {other}, which {reason}; leave it out"
+                    )
         if isinstance(options, RunOptions):
             problems += self._take_run(words, options)
         if options.launcher == "slurm":
             problems += problems_with(options.slurm)
         elif options.slurm:
-            problems.append("--slurm: is for --launcher slurm, which is not given")
+            problems.append("--slurm: needs --launcher slurm")
         elif options.dry_run and self.command not in ("sweep", "[train]"):
             problems.append("--dry-run: prints a job script; add --launcher slurm")
         return options, words, problems
 
     @staticmethod
     def _apply(known: Field[Any], texts: list[str], target: object) -> list[str]:
-        """Fill the attribute of an option; returns the words in its place. `ValueError` for a wrong value."""
+        """Set the attribute of an option, or return overrides instead.
+
+        Raises:
+            ValueError: the value is wrong.
+        """
         about = known.metadata
         if about["metavar"] is None:
             setattr(target, known.name, True)
             return []
         if not all(texts or [""]):
-            raise ValueError("needs a value; --help shows examples")
+            raise ValueError("needs a value; see --help for examples")
         value = about["read"](texts if about.get("takes") else texts[0])
         if key := about.get("key"):
             return [f"{key}={value}"]
@@ -292,7 +298,7 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
         return []
 
     def _unknown(self, token: str, following: str) -> tuple[str, bool]:
-        """What is wrong with an unknown option, and whether it is meant as a setting."""
+        """Return the problem with an unknown option, and whether the user meant a configuration key."""
         name, _, value = token.partition("=")
         known = ["--help", *self._options, *(OPTIONS if self.takes_overrides else ())]
         if value and name == "--help":
@@ -309,37 +315,37 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
             hint = f"; {meaning}" if meaning else suggest(name, known) if len(key) > 1 else ""
             return problem + hint, bool(meaning)
         if Path(token).exists() or not token.startswith("--"):
-            return f"{token}: no such option; give a file of this name as ./{token}", False
+            return f"{token}: no such option; write a file of this name as ./{token}", False
         return f"{token}: no such option{suggest(name, known)}", False
 
     def _take_run(self, words: list[str], options: RunOptions) -> list[str]:
-        """Move the first word to `options.run`; returns the problem with it as a list of at most one."""
+        """Move the first word to `options.run`. Return a list with the problem, or an empty list."""
         if not words or (
             (words[0].startswith("-") or "=" in words[0]) and not Path(words[0]).exists()
         ):
             found = f", not {words[0]!r}" if words else ""
             return [
-                f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"
+                f"RUN: the first word must be a run directory{found}: linnaeus {self.command} runs/birds"
             ]
         path = options.run = Path(expanded(words.pop(0)))
         checkpoint = vars(options).get("checkpoint")
         if path.is_file() and checkpoint is not None:
-            return [f"--checkpoint: RUN is a checkpoint itself, {path}; leave the option out"]
+            return [f"--checkpoint: RUN is already a checkpoint, {path}; leave the option out"]
         names_file = path.is_dir() and checkpoint not in (None, "best", "last")
         if path.is_file() or names_file or (path / CHECKPOINTS).exists():
             return []
         return [f"RUN: {path} is not a run directory (no {CHECKPOINTS}/){suggest_run(path)}"]
 
     def complete(self, commands: Iterable[str]) -> None:
-        """Answer the shell, which asks what may stand at the cursor, and end the process.
+        """Print the completions for the shell and end the process.
 
-        Commands, options, their choices, keys, presets, choices of keys and files are offered.
+        They are commands, options and their choices, keys and their choices, presets, and files.
         """
         import argcomplete
 
         line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
         quote, word, _, words, _ = argcomplete.split_line(line, point)
-        # argparse loses the words behind the first: it sees the last one, with its option.
+        # argparse takes a single positional word, so pass only the last word and its option.
         before = words[-1] if len(words) > 1 and _is_option(words[-1]) else ""
         os.environ["COMP_LINE"] = f"linnaeus {before} {quote}{word}"
         os.environ["COMP_POINT"] = str(len(os.environ["COMP_LINE"].encode()))
@@ -368,18 +374,18 @@ def read_request(
     *,
     references: bool = False,
 ) -> str | tuple[Given, Config]:
-    """Read the command line of a command with a configuration, and make sure that its files can be written.
+    """Read the command line of a command with a configuration, and check that its files can be written.
 
-    `references` is as for `load_config`; the device of a job of SLURM need not be here.
+    `references` is passed to `load_config`. The device of a SLURM job need not exist on this machine.
 
     Returns:
-        The configuration as text where it is asked for, else the arguments of the command's `run`.
+        With `--print-config` the configuration as text, else the arguments of the command's `run`.
 
     Raises:
-        ConfigError: lists everything that is wrong, with the options and in the configuration.
+        ConfigError: lists all mistakes in the options and the configuration.
     """
     options, words, problems = parser.words(argv)
-    from linnaeus.config.dump import to_yaml  # help and completion do not wait for OmegaConf
+    from linnaeus.config.dump import to_yaml  # keeps OmegaConf out of help and completion
     from linnaeus.config.load import load_config
 
     files = ("output", "plot", "preview")
@@ -406,7 +412,7 @@ def read_request(
 
 
 def _suggested_command(parser: CommandParser[Given], word: str) -> str | None:
-    """The command to type in place of a run's name, a checkpoint or a folder of images; None for others."""
+    """Suggest a command for a word that is a run's name, a checkpoint or an image folder; else None."""
     command, path = f"linnaeus {parser.command.strip('[]')}", Path(word)
     runs = (
         run for run in (path, path.parent.parent, Path("runs", word)) if (run / CONFIG).is_file()
@@ -425,7 +431,7 @@ def _suggested_command(parser: CommandParser[Given], word: str) -> str | None:
 
 
 def unwritable(files: Mapping[str, Path | None]) -> list[str]:
-    """Return a sentence for each file, by the option that names it, that cannot be written."""
+    """Return a sentence for each file that cannot be written. Files are given by option name."""
     problems = []
     for name, path in files.items():
         reason = None
@@ -443,11 +449,13 @@ def unwritable(files: Mapping[str, Path | None]) -> list[str]:
 
 
 def read_path(endings: Sequence[str], text: str) -> Path:
-    """A file whose ending says the format; `ValueError` for another ending."""
+    """Return the path if it has one of the endings, else raise `ValueError`."""
     path = Path(text)
     if path.suffix.lower() not in endings:
         ending = f"the ending {path.suffix}" if path.suffix else "no ending"
-        raise ValueError(f"{text!r} has {ending}; the ending says the format: {', '.join(endings)}")
+        raise ValueError(
+            f"{text!r} has {ending}; the ending selects the format: {', '.join(endings)}"
+        )
     return path
 
 
@@ -456,7 +464,7 @@ read_plot = partial(read_path, (".png", ".svg"))
 
 
 def read_columns(ending: str, text: str) -> Path:
-    """A file with this ending or `.parquet`; `ValueError` for another, or without pyarrow."""
+    """Return the path if it has this ending or `.parquet`, else raise `ValueError`. Parquet needs pyarrow."""
     path = read_path((ending, ".parquet"), text)
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
         raise ValueError(f"a .parquet file needs pyarrow: pip install pyarrow, or write {ending}")
@@ -464,14 +472,14 @@ def read_columns(ending: str, text: str) -> Path:
 
 
 def read_count(text: str) -> int:
-    """A whole number of at least 1; `ValueError` for anything else."""
+    """Parse a whole number of at least 1, or raise `ValueError`."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def read_number(what: str, text: str, most: float = math.inf) -> float:
-    """A positive number of at most `most`, which messages call `what`; `ValueError` for others."""
+    """Parse a positive number of at most `most`, or raise `ValueError`. Messages call the number `what`."""
     try:
         value = float(text)
     except ValueError:

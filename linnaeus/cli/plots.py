@@ -107,7 +107,7 @@ def draw_runs(runs: Comparison, path: Path) -> None:
     """Draw the learning curves of runs, their best values and their training times, the best first.
 
     Runs that differ in the seed alone are one line, their mean, in a band from the lowest to the highest.
-    A curve has the colour of its run's name.
+    A curve has the color of its run's name.
     """
     import pandas as pd
     from matplotlib.ticker import MaxNLocator
@@ -256,7 +256,7 @@ def draw_evaluation(levels: Sequence[LevelFigures | SetFigures], title: str, pat
 
 
 def _matrix(axes: Axes, level: LevelFigures) -> None:
-    """The confusion matrix: numbers of samples, coloured by their share of the true class.
+    """The confusion matrix: numbers of samples, colored by their share of the true class.
 
     Classes without a sample have no row, and without a prediction either no column.
     """

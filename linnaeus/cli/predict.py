@@ -1,4 +1,4 @@
-"""`linnaeus predict`: classes of images, by a trained run."""
+"""`linnaeus predict`: predict the classes of images with a trained run."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from linnaeus.inference.trained import TrainedRun
 
 DESCRIPTION = """\
-Names the most probable classes of images, for each level, with a trained run. RUN is the folder of a
-run or one of its checkpoints; several are an ensemble. IMAGES are files, folders (with all below), patterns
-such as '*.jpg' and 'photos/**/*.png', and - for a list of paths on standard input, one per line.
+Predicts the most probable classes of images, for each level, with a trained run. RUN is a run directory or a
+checkpoint. Several runs form an ensemble. IMAGES are files, folders (with subfolders), patterns such as
+'*.jpg' and 'photos/**/*.png', or - to read paths from standard input, one per line.
 """
 DETAILS = """\
-Any number of images can be predicted: they are read, predicted and written one after another, in the order in
-which they are named (the files of a folder by name). Without --output they are printed for people; progress
-and notes go to standard error. Images that cannot be read are left out, and listed in FILE.skipped.csv.
+Images are processed as a stream, so memory does not grow with their number. They keep the order of the
+command line; files of a folder are sorted by name. Without --output, predictions are printed as text.
+Progress and notes go to standard error. Unreadable images are skipped and listed in FILE.skipped.csv.
 
 examples:
   linnaeus predict runs/birds photos/ --output birds.csv
@@ -61,84 +61,82 @@ examples:
   linnaeus predict runs/birds photos/ --features birds.npy
   find /data -name '*.jpg' | linnaeus predict runs/birds - --output birds.jsonl --device cuda
 
-exit codes: 0 done, 1 not one image was predicted (no file is written), or anything else, 2 option, 3 not even
-one image fits into memory, 130 Ctrl-C, 143 SIGTERM (what was predicted is kept in FILE.partial), 141 the
-reader of standard output, such as head, has gone
+exit codes: 0 done, 1 no image was predicted (no file is written) or another error, 2 option, 3 not even one
+image fits in memory, 130 Ctrl-C, 143 SIGTERM (FILE.partial keeps the predictions so far), 141 the reader of
+standard output, such as head, has exited
 """
 NUM_NAMED = 20
-"""Unreadable images named on the terminal; of more, only FILE.skipped.csv lists all."""
+"""Number of unreadable images named on the terminal. FILE.skipped.csv lists them all."""
 PIPE_CLOSED = 141
-"""The shell's exit code for a program whose reader, such as `head`, has gone."""
+"""The shell's exit code for a program whose reader, such as `head`, has exited."""
 
 logger = logging.getLogger("linnaeus.predict")
 
 
 @dataclass
 class PredictOptions(CheckpointOptions):
-    """What to predict, with what, and where to; `images` are words for `walk`, `others` further runs."""
+    """Options of `linnaeus predict`. `images` holds words for `walk`, `others` further runs."""
 
     images: list[str] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
     output: Path | None = option(
-        "write .csv, .json or .jsonl by its ending, instead of printing; the file appears when all is done",
+        "write predictions to a .csv, .json or .jsonl file, which appears when all are done",
         "FILE",
         read_table,
     )
     top: int | None = option(
-        "classes for each level; default 5, or all from the threshold on", "K", read_count
+        "classes for each level; default 5; all above --threshold with several labels",
+        "K",
+        read_count,
     )
     threshold: float | None = option(
-        "name the finest level whose best class has this probability: the genus where no species is certain; "
-        "with several labels per image: least probability of a label, default 0.5",
+        "add the finest level whose best class reaches this probability: the genus if no species does; with "
+        "several labels per image: minimum probability of a label, default 0.5",
         "P",
         partial(read_number, "probability", most=1),
     )
-    split: str | None = choice(
-        "predict the images of this split of RUN, in place of IMAGES", SPLITS
-    )
-    path: bool = option(
-        "add the most probable path through the taxonomy, on which each class is the parent of the next"
-    )
+    split: str | None = choice("predict the images of this split of RUN instead of IMAGES", SPLITS)
+    path: bool = option("add the most probable path through the taxonomy")
     tta: str | None = choice(
-        "average the probabilities of each image and its mirror image", ("flip",)
+        "average the probabilities over each image and its mirror image", ("flip",)
     )
     features: Path | None = option(
-        "write the embeddings before the head, one row per image in order: .npy, with the paths in "
+        "write the inputs of the classification head, one row per image in order: .npy, with the paths in "
         "FILE.paths.csv, or .parquet",
         "FILE",
         partial(read_columns, ".npy"),
     )
     device: str = option("auto, cpu, cuda, cuda:1, ...", "DEVICE", default="auto")
     batch_size: int | None = option(
-        "images in a batch; default: the largest that fits, at most 512 (64 on the CPU)",
+        "images per batch; default: the maximum that fits, at most 512 (64 on the CPU)",
         "N",
         read_count,
     )
     workers: int | None = option(
-        "threads that load images; 0 for none; default: one for each CPU core, at most 8",
+        "threads that load images; 0 for none; default: one per CPU core, at most 8",
         "N",
         lambda text: 0 if text == "0" else read_count(text),
     )
 
 
 def read(argv: Sequence[str]) -> tuple[PredictOptions]:
-    """Read the tokens after `predict`: the argument of `run`.
+    """Read the tokens after `predict` and return the argument of `run`.
 
     Raises:
-        ConfigError: lists everything that is wrong.
+        ConfigError: lists all mistakes.
     """
     options, words, problems = PARSER.words(argv)
     while words and not problems and _is_run(words[0]):
         options.others.append(Path(words.pop(0)))
     options.images = words
     if options.features is not None and options.others:
-        problems.append("--features: takes one RUN, as each has embeddings of its own")
+        problems.append("--features: takes one RUN, because each run has its own embeddings")
     if options.split is not None and options.images:
         problems.append(f"--split {options.split}: predicts images of RUN; leave out IMAGES")
     elif options.split is not None and not problems:
         options.images = _split_images(options.run, options.split)
     elif not options.images:
-        problems.append("IMAGES: name files, folders or patterns after RUN, or - for a list")
+        problems.append("IMAGES: are missing; add files, folders, patterns or - after RUN")
     for word in () if options.split else options.images:
         if problem := problem_of(word):
             problems.append(f"IMAGES: {word}: {problem}")
@@ -160,12 +158,12 @@ def _is_run(word: str) -> bool:
 
 
 def _split_images(path: Path, split: str) -> list[str]:
-    """The images of a split of a run, which is named by its folder or a checkpoint in it."""
+    """Return the images of a split of a run. `path` is the run directory or a checkpoint in it."""
     folder = path if path.is_dir() else path.parent.parent
     if not (folder / SPLIT_FILE).is_file():
         raise ConfigError(
-            f"--split {split}: there is no {folder / SPLIT_FILE}, which a run with image files writes; name "
-            "the images"
+            f"--split {split}: {folder / SPLIT_FILE} does not exist (only runs on image files write it); add "
+            "IMAGES instead"
         )
     try:
         return read_split(folder / SPLIT_FILE, split)[0]
@@ -174,13 +172,13 @@ def _split_images(path: Path, split: str) -> list[str]:
 
 
 def run(options: PredictOptions) -> int:
-    """Predict the images; returns the exit code: 0 done, 1 not one image was predicted.
+    """Predict the images. Return the exit code: 0 done, 1 no image was predicted.
 
     Raises:
-        LinnaeusError: something that the user can mend; the message says how.
+        LinnaeusError: an error that the user can fix; the message says how.
     """
     with leaving_at_once():
-        import_module("linnaeus.inference.trained")  # which `options.load` needs
+        import_module("linnaeus.inference.trained")  # for `options.load`
         from linnaeus.runtime.console import make_console
         from linnaeus.runtime.log import close_logging, set_up_logging
 
@@ -194,7 +192,7 @@ def run(options: PredictOptions) -> int:
                 logger.info("%s", runs[-1].description)
             return _predict(runs, options, console)
     except BrokenPipeError:
-        # Python would complain again when it flushes standard output at its end.
+        # Otherwise Python reports the error again when it flushes standard output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     finally:
@@ -216,11 +214,11 @@ def _predict(runs: list[TrainedRun], options: PredictOptions, console: Console) 
         num_workers=options.workers,
     )
     unreadable, unread = list[Unreadable](), Counter[str]()
-    if STDIN in options.images:  # names of files may be no valid UTF-8
+    if STDIN in options.images:  # file names may not be valid UTF-8
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     with (
         ExitStack() as files,
-        # Between printed lines a bar would only get in the way.
+        # Show no bar between printed lines.
         ProgressBar(console if options.output else None) as bar,
         closing(predictor.run(walk(options.images, sys.stdin, unread))) as results,
     ):
@@ -238,13 +236,13 @@ def _predict(runs: list[TrainedRun], options: PredictOptions, console: Console) 
                 unreadable.append(found)
                 if len(unreadable) <= NUM_NAMED:
                     logger.warning(
-                        "left out: %s: %s", printable(found.source), printable(found.reason)
+                        "skipped: %s: %s", printable(found.source), printable(found.reason)
                     )
             bar.advance(1)
     sys.stdout.flush()
     total = f"{counted(num_predicted, 'image')} predicted"
     if unreadable:
-        total += f", {counted(len(unreadable), 'unreadable one')} left out"
+        total += f", {counted(len(unreadable), 'unreadable image')} skipped"
     if unread:
         logger.info("%s", unread_note(unread))
     written = [path.resolve() for path in (options.output, options.features) if path]
@@ -255,7 +253,7 @@ def _predict(runs: list[TrainedRun], options: PredictOptions, console: Console) 
 
 
 def _writers(options: PredictOptions) -> Iterator[AbstractContextManager[Writer]]:
-    """The writers of all files, each as a context; of standard output where no table is asked for."""
+    """Yield a context for each writer. Without `--output`, one writes to standard output."""
     table, features = options.output, options.features
     yield nullcontext(Writer(sys.stdout, "")) if table is None else _open(table, Writer)
     if features is not None:
@@ -265,7 +263,7 @@ def _writers(options: PredictOptions) -> Iterator[AbstractContextManager[Writer]
 
 
 def _list_unreadable(output: Path, images: Sequence[Unreadable]) -> None:
-    """Write FILE.skipped.csv, or remove that of an earlier call."""
+    """Write FILE.skipped.csv, or remove the file of an earlier call."""
     table = output.with_name(f"{output.name}.skipped.csv")
     table.unlink(missing_ok=True)
     if not images:
@@ -276,14 +274,14 @@ def _list_unreadable(output: Path, images: Sequence[Unreadable]) -> None:
             csv.writer(file, lineterminator="\n").writerows(rows)
     except OSError as error:
         raise not_written(table, error) from error
-    logger.info("what is left out is listed in %s", table)
+    logger.info("skipped images are listed in %s", table)
 
 
 @dataclass
 class Writer:
     """Writes predictions to an open file, one after another, and counts them.
 
-    `ending` is .csv, .json (a list with an object per line) or .jsonl; empty for text for people.
+    `ending` is .csv, .json (a list with an object per line), .jsonl, or empty for plain text.
     """
 
     file: IO[Any]
@@ -307,9 +305,9 @@ class Writer:
         self.number += 1
 
     def cells(self, prediction: Prediction) -> dict[str, str]:
-        """The row of a CSV file, by column; the best class of a level is number 1.
+        """Return the row of a CSV file by column. The best class of a level has number 1.
 
-        Several labels stand in one cell, as in a manifest, and their probabilities in another one.
+        Several labels share one cell, as in a manifest. Their probabilities share another cell.
         """
         cells = {"path": str(prediction.source)}
         if prediction.separator:
@@ -338,7 +336,7 @@ class Writer:
         return cells
 
     def end(self) -> None:
-        """Finish the file, however many predictions there are."""
+        """Finish the file, even without a prediction."""
         if self.ending == ".json":
             self.file.write("\n]\n" if self.number else "[]\n")
         self.file.flush()
@@ -348,7 +346,7 @@ class PathWriter(Writer):
     """Writes the paths of predictions as a CSV file."""
 
     def cells(self, prediction: Prediction) -> dict[str, str]:
-        """The path alone."""
+        """Return the path alone."""
         return {"path": str(prediction.source)}
 
 
@@ -389,7 +387,7 @@ class FeatureWriter(Writer):
         self._held = []
 
     def _write_header(self) -> None:
-        """Write the header of a .npy file, in which NumPy leaves room for any number of rows."""
+        """Write the header of a .npy file. NumPy leaves room in it for any number of rows."""
         from numpy.lib.format import write_array_header_1_0
 
         shape = self.number, self._width
@@ -397,7 +395,7 @@ class FeatureWriter(Writer):
         write_array_header_1_0(self.file, content)
 
     def end(self) -> None:
-        """Write what is held, and the number of rows."""
+        """Write the rows held in memory and the number of rows."""
         if self._held:
             self._flush()
         if self._parquet is not None:
@@ -408,12 +406,12 @@ class FeatureWriter(Writer):
 
 
 def _text_of(source: str | int) -> str:
-    """A path as valid UTF-8."""
+    """Return a path as valid UTF-8."""
     return str(source).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _text(prediction: Prediction) -> str:
-    """The path, and below it a line for each level."""
+    """Return the path and a line for each level below it."""
     from linnaeus.inference.prediction import percent
 
     rows = {
@@ -433,10 +431,10 @@ def _text(prediction: Prediction) -> str:
 
 @contextmanager
 def _open(output: Path, kind: type[Writer]) -> Iterator[Writer]:
-    """A writer to a file.
+    """Open a writer to a file.
 
-    It is written as FILE.partial, which becomes FILE at the end if it has a prediction. Where the context
-    ends with an exception, FILE.partial keeps the predictions so far.
+    It writes FILE.partial, which is renamed to FILE at the end if it has a prediction. If the context ends
+    with an exception, FILE.partial keeps the predictions so far.
 
     Raises:
         LinnaeusError: the file cannot be written.
@@ -461,11 +459,11 @@ def _open(output: Path, kind: type[Writer]) -> Iterator[Writer]:
         if writer is not None and not writer.number:
             partial.unlink(missing_ok=True)
         elif writer is not None and partial.exists():
-            print(f"what was predicted so far is kept in {partial}", file=sys.stderr)
+            print(f"the predictions so far are kept in {partial}", file=sys.stderr)
 
 
 def printable(text: str) -> str:
-    """A name for a terminal: control characters and broken bytes are escaped.
+    """Escape control characters and invalid bytes in a name, for a terminal.
 
     >>> printable("a\\nb\\x1b[31m"), printable("Ä")
     ('a\\\\nb\\\\x1b[31m', 'Ä')

@@ -1,4 +1,4 @@
-"""Runs side by side, as their folders tell them."""
+"""Read run directories and compare them side by side."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SEED = "EXPERIMENT.SEED"
-"""Runs that differ in it alone are repetitions of one measurement."""
+"""Runs that differ only in this key are repetitions of one measurement."""
 _NOT_COMPARED = (
     "EXPERIMENT.NAME",
     "EXPERIMENT.OUTPUT_DIR",
@@ -40,9 +40,9 @@ _NOT_COMPARED = (
     "DATA.AUTOBATCH.START",
     "DATA.AUTOBATCH.START_VAL",
 )
-"""Where a run is and whether it may be resumed: no result depends on it, and a sweep sets it by itself."""
+"""Keys that a sweep sets for each run and that do not affect results."""
 _MOST_LETTERS = 24
-"""Letters of a value in the table."""
+"""Maximum number of letters of a value in the table."""
 _DEFAULTS = {dotted(path): key.default for path, key in KEYS.items()}
 _PLANNED = {
     "MICRO_BATCH": "batch_size",
@@ -53,7 +53,7 @@ _PLANNED = {
     "WARMUP_STEPS": "warmup_steps",
     "TOTAL_STEPS": "total_steps",
 }
-"""Entries of the plan in `config.yaml`, and what `result.json` calls them."""
+"""Entries of the plan in `config.yaml`, with their names in `result.json`."""
 
 
 @dataclass
@@ -61,14 +61,14 @@ class Row:
     """One run.
 
     Attributes:
-        folder: where its files are.
-        state: how far it has come.
-        config: its configuration by dotted key; None where that is not known.
-        planned: numbers of its batch plan, and of `result.json` where it has ended well.
+        folder: the run directory.
+        state: its status.
+        config: its configuration by dotted key; None if unknown.
+        planned: numbers of its batch plan, and of `result.json` after success.
         history: validation metrics by epochs trained, ascending; None for a value that is not finite.
-        problems: what cannot be read.
+        problems: files that cannot be read.
         values: the text of each key in which the runs differ.
-        name: what the table calls it; empty where the values do.
+        name: name in the table; empty if the values identify the run.
     """
 
     folder: Path
@@ -82,12 +82,12 @@ class Row:
 
     @property
     def title(self) -> str:
-        """Its name, or the values as they are typed on a command line."""
+        """Its name, or else its values as on a command line."""
         return self.name or title_of(self.values)
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Its validation metrics: of the result, else of the last validation that has them."""
+        """Its validation metrics, from the result or else from the last validation that has them."""
         found: dict[str, float | None] = {}
         result = self.planned.get("metrics", {})
         for values in (result, *self.history.values(), result):
@@ -96,7 +96,7 @@ class Row:
 
     @property
     def headline(self) -> str | None:
-        """The metric that decides which checkpoint is best: by default top-1 of the finest level."""
+        """The metric that selects the best checkpoint: by default top-1 of the finest level."""
         names = [*self.metrics]
         levels = [name for name in names if name.startswith(("top1/", "map/"))]
         own = (self.config or {}).get("TRAIN.BEST_METRIC") or next(
@@ -106,17 +106,17 @@ class Row:
         return headline
 
     def curve(self, metric: str) -> dict[float, float | None]:
-        """The values of a metric by epoch."""
+        """Return the values of a metric by epoch."""
         return {epoch: values[metric] for epoch, values in self.history.items() if metric in values}
 
     def best(self, metric: str) -> tuple[float, float] | None:
-        """The best value and its epoch, as the run ranks them; None where no value is finite."""
+        """Return the best value and its epoch, compared as in the run; None if no value is finite."""
         keys = (sort_key(metric, values, epoch) for epoch, values in self.history.items())
         best = max(filter(None, keys), default=None)
         return None if best is None else (score(metric, best[0]), best[2])
 
     def figures(self, metrics: Sequence[str]) -> dict[str, Any]:
-        """The row of the files."""
+        """Return the run's row for the output files."""
         best = {name: self.best(name) or (None, None) for name in metrics}
         return {
             **({"run": self.name} if self.name else {}),
@@ -137,7 +137,7 @@ class Row:
 
 @dataclass
 class Comparison:
-    """Runs side by side, finished or not, in the order shown; the notes say what the metrics do not."""
+    """Runs side by side, finished or not, in the order shown, with notes that limit the comparison."""
 
     rows: list[Row] = field(default_factory=list)
     wanted_metric: str | None = None
@@ -150,7 +150,7 @@ class Comparison:
 
     @property
     def metric(self) -> str:
-        """The metric that is compared: the wanted one if a run has it, else the headline of most runs."""
+        """The metric to compare: the wanted one if a run has it, else the headline of most runs."""
         if self.wanted_metric is not None and self.wanted_metric in self.metrics:
             return self.wanted_metric
         headlines = Counter(filter(None, (row.headline for row in self.rows)))
@@ -158,7 +158,7 @@ class Comparison:
 
     @property
     def unknown_metric(self) -> str | None:
-        """A sentence for a wanted metric that no run has; None where one has it, or none is wanted."""
+        """A sentence if no run has the wanted metric, else None."""
         wanted, known = self.wanted_metric, self.metrics
         if wanted is None or wanted in known:
             return None
@@ -167,17 +167,17 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """What cannot be read of the runs."""
+        """Files of the runs that cannot be read."""
         return [f"{row.title}: {problem}" for row in self.rows for problem in row.problems]
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """One line of the files for each run."""
+        """The row of each run for the output files."""
         metrics = self.metrics
         return [row.figures(metrics) for row in self.rows]
 
     def lines(self) -> list[tuple[str, list[Row]]]:
-        """Runs that differ in the seed alone, with what to call them; the best first."""
+        """Group runs that differ only in the seed. Return each group with a label, the best first."""
         metric = self.metric
         groups: dict[object, list[Row]] = {}
         for row in self.rows:
@@ -191,7 +191,7 @@ class Comparison:
         return sorted(((self._label(rows), rows) for rows in groups.values()), key=place)
 
     def _label(self, rows: Sequence[Row]) -> str:
-        """The name of a run, or the values that some runs have in common."""
+        """Return the name of a run, or the values that several runs share."""
         first, is_mean = rows[0], len(rows) > 1
         short = short_names(list(first.values))
         words = [f"{short[k]}={v}" for k, v in first.values.items() if not (is_mean and k == SEED)]
@@ -200,12 +200,12 @@ class Comparison:
         return first.title if has_name or not words else ", ".join(words)
 
     def sort(self, key: str) -> None:
-        """Sort the rows: by a metric from its best value to the worst, by anything else ascending.
+        """Sort the rows by a metric, best first, or by another column, ascending.
 
-        Rows without a value come last. A `-` before the key reverses the others.
+        A `-` before the key reverses the order. Rows without a value come last.
 
         Raises:
-            ConfigError: there is no such key; the message names those there are.
+            ConfigError: there is no such key; the message lists the keys.
         """
         wanted, records, metrics = key.removeprefix("-"), self.records, self.metrics
         full = {short: full for full, short in short_names(list(self.rows[0].values)).items()}
@@ -214,7 +214,7 @@ class Comparison:
         if column not in records[0]:
             known = ["metric", *metrics, *full]
             raise ConfigError(
-                f"--sort: {wanted!r} is no metric, column or key that differs{suggest(wanted, known)}; use "
+                f"--sort: {wanted!r} is not a metric, column or differing key{suggest(wanted, known)}; use "
                 f"{', '.join(known)}, or a column such as training_s, epoch or effective_batch"
             )
         is_ascending = key.startswith("-") == (name in metrics and larger_is_better(name))
@@ -226,7 +226,7 @@ class Comparison:
         self.rows = [self.rows[n] for n in order]
 
     def save(self, path: Path) -> None:
-        """Write a file, atomically, in the format that its ending names: `.json`, `.jsonl` or `.csv`."""
+        """Write a file atomically, in the format of its ending: `.json`, `.jsonl` or `.csv`."""
         metric, records = self.metric, self.records
         curves = [[*row.curve(metric).items()] for row in self.rows]
         content = {
@@ -238,7 +238,7 @@ class Comparison:
         save_figures(path, content, records)
 
     def show(self, console: Console) -> None:
-        """Print the table, the keys that have no room in it, and the sentences."""
+        """Print the table, the keys that do not fit in it, and the notes."""
         if not self.rows:
             console.print("no run has begun")
             return
@@ -256,13 +256,13 @@ class Comparison:
             console.print(sentence, soft_wrap=True)
 
     def _columns(self, names: Mapping[str, str]) -> dict[str, list[str]]:
-        """The table by heading: these keys, the batch size, the metric last and at its best, and the time."""
+        """Return the columns of the table by heading: keys, batch size, last and best metric, time."""
         rows, metric = self.rows, self.metric
         texts = {
             name: [shortened(row.values[key], _MOST_LETTERS) for row in rows]
             for key, name in names.items()
         }
-        # The names of a sweep's runs are their values.
+        # A sweep's runs are named after their values.
         is_whole = 0 < len(names) == len(rows[0].values)
         if not is_whole or any("=" not in (row.name or "=") for row in rows):
             texts = {"run": [row.title for row in rows], **texts}
@@ -280,7 +280,7 @@ class Comparison:
         }
 
     def sentences(self) -> list[str]:
-        """What limits the comparison, who runs what, and why runs have not ended well."""
+        """Return the notes, the holder of each running run, and the reason of each failed run."""
         said = [f"note: {note}" for note in self.notes + self.problems]
         for row in self.rows:
             text = row.state.reason or ""
@@ -294,7 +294,7 @@ class Comparison:
 
 
 def compared(rows: Sequence[Row], names: Sequence[str], metric: str | None = None) -> Comparison:
-    """Put runs side by side, in their order, with their names and values; `metric` is that of --metric."""
+    """Compare runs in their order, with their names. `metric` is the value of `--metric`."""
     keys = differing_keys([row.config for row in rows if row.config is not None])
     for row, name in zip(rows, names, strict=True):
         row.name, row.values = name, {key: _shown(row.config or {}, key) for key in keys}
@@ -303,21 +303,21 @@ def compared(rows: Sequence[Row], names: Sequence[str], metric: str | None = Non
     data = [key for key in keys if key.startswith("DATA.DATASET.") and "NUM_SAMPLES" not in key]
     if data:
         found.notes.append(
-            f"the runs have different data ({', '.join(data)}): a metric of one cannot be compared with "
-            "that of another"
+            f"the runs have different data ({', '.join(data)}): their metrics cannot be compared with each "
+            "other"
         )
     if without := [row.name for row in rows if row.metrics and shown not in row.metrics]:
         found.notes.append(
-            f"{shown}: not measured by {', '.join(without)}; --metric compares another one"
+            f"{shown}: not measured by {', '.join(without)}; use --metric to compare another one"
         )
     return found
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys that were set to different values, in the order of the schema.
+    """Return the keys that were set to different values, in the order of the schema.
 
-    Sizes that AutoBatch found were not set. A key that an older version did not write counts as its default.
-    A key that follows another one, as validation's batch size does, is left out where it does so in all runs.
+    Sizes found by AutoBatch do not count as set. A key that an older version did not write has its default. A
+    key that follows another one in all runs, such as validation's batch size, is omitted.
 
     >>> differing_keys([{"OPTIMIZER.LR": 0.1, "TRAIN.AMP": "off"}, {"OPTIMIZER.LR": 0.2}])
     ['OPTIMIZER.LR']
@@ -327,9 +327,7 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     for key in [key for key in keys if key not in _NOT_COMPARED]:
         default = _DEFAULTS.get(key, "(absent)")
         values = [config.get(key, default) for config in configs]
-        if all(
-            value is values[0] for value in values
-        ):  # mostly: runs share what they have in common
+        if all(value is values[0] for value in values):  # usually true: runs share equal objects
             continue
         texts = {
             None if _is_searched(config, key) else _comparable(value)
@@ -341,13 +339,13 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _is_searched(config: Mapping[str, Any], key: str) -> bool:
-    """Whether AutoBatch writes a batch size: then it is a result, not a setting."""
+    """Whether AutoBatch writes the batch size, which is then a result and not a setting."""
     switch = key.replace("BATCH_SIZE", "AUTOBATCH.ENABLED")
     return key in ("DATA.BATCH_SIZE", "DATA.BATCH_SIZE_VAL") and config.get(switch) is True
 
 
 def _comparable(value: Any) -> str | None:
-    """Equal texts for equal values; None for the default of a key that follows another one."""
+    """Return equal texts for equal values, and None for a reference to another key."""
     if str(value).startswith("${"):
         return None
     value = float(value) if type(value) is int and finite(value) is not None else value  # 1 is 1.0
@@ -355,23 +353,23 @@ def _comparable(value: Any) -> str | None:
 
 
 def _follows(config: Mapping[str, Any], key: str) -> bool:
-    """Whether validation has the setting of training, or twice its size."""
+    """Whether validation has the same setting as training, or twice its size."""
     of_training = config.get(key.removesuffix("_VAL"))
     twice = of_training * 2 if isinstance(of_training, int) else of_training
     return key.endswith("_VAL") and config.get(key, of_training) in (of_training, twice)
 
 
 def _shown(config: Mapping[str, Any], key: str) -> str:
-    """The value of a key as it is typed on a command line; empty where it is not known.
+    """Return the value of a key as on a command line; empty if unknown.
 
-    A size that AutoBatch searches is the size found.
+    With AutoBatch, a batch size is the size found.
     """
     value = config.get(key, "")
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """The last part of each key; the whole key where another one ends so too.
+    """Return the last part of each key, or the whole key if two keys end alike.
 
     >>> short_names(["OPTIMIZER.LR", "MODEL.NAME", "OPTIMIZER.NAME"])
     {'OPTIMIZER.LR': 'LR', 'MODEL.NAME': 'MODEL.NAME', 'OPTIMIZER.NAME': 'OPTIMIZER.NAME'}
@@ -380,35 +378,35 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: end if ends.count(end) == 1 else key for key, end in zip(keys, ends, strict=True)}
 
 
-# Reading. A file is read again only when it has changed.
+# Reading. A file is read again only after it has changed.
 
 
 def read_run(folder: Path, values: dict[str, str] | None = None) -> Row:
-    """Read a run. A file that is missing or damaged leaves its part unknown.
+    """Read a run. The content of a missing or damaged file is unknown.
 
-    `values` are those of a sweep's run, which does not need its configuration then.
+    `values` holds the swept values of a sweep's run. The configuration is then optional.
     """
     row = Row(folder, read_state(folder), values=values or {})
-    names = (CONFIG, ASKED)  # the second is all that a run of a sweep has before its first step
+    names = (CONFIG, ASKED)  # before its first step, a run of a sweep has only the second
     file = next((folder / name for name in names if (folder / name).exists()), folder / CONFIG)
     row.config, row.planned, problem = _config(file, _version(file))
     row.problems += [problem] if problem and values is None else []
     result = read_result(folder) if row.state.status == "finished" else {}
     row.planned = {**row.planned, **result}
     row.history, is_damaged = _history(folder / METRICS, _version(folder / METRICS))
-    # Only a file that has given nothing is read again.
+    # Read a file again only if it gave nothing.
     unread = [*[RUN] * (row.state.holder is None), *[RESULT] * (not result)]
     there = [folder / name for name in unread if os.path.lexists(folder / name)]
     damaged = [file.name for file in there if read_json(file) is None]
     row.problems += [
-        f"{name}: skipped: damaged, or not a run's file"
+        f"{name}: skipped: damaged, or not a file of a run"
         for name in damaged + [METRICS] * is_damaged
     ]
     return row
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """Time and size of a file; None where there is none."""
+    """Return time and size of a file; None if it does not exist."""
     with suppress(OSError):
         found = path.stat()
         return found.st_mtime_ns, found.st_size
@@ -419,16 +417,16 @@ def _version(path: Path) -> tuple[int, int] | None:
 def _config(
     path: Path, version: tuple[int, int] | None
 ) -> tuple[Mapping[str, Any] | None, Mapping[str, Any], str]:
-    """A configuration by dotted key, the numbers of its batch plan, and why they are not known."""
+    """Return a configuration by dotted key, the numbers of its batch plan, and the problem with the file."""
     config: dict[str, Any] = {}
     try:
         for section in re.split(r"\n(?=[A-Z]+:\n)", read_text(path)):
             config |= _section(section)
     except FileNotFoundError:
-        return None, {}, f"there is no {path.name}; what differs is not known of it"
+        return None, {}, f"there is no {path.name}, so its keys are unknown"
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        return None, {}, f"{path.name} cannot be read: {reason}; what differs is not known of it"
+        return None, {}, f"{path.name} cannot be read, so its keys are unknown: {reason}"
     numbers = {name: finite(config.get(f"{PLAN}.{key}")) for key, name in _PLANNED.items()}
     config = {key: value for key, value in config.items() if key.partition(".")[0] != PLAN}
     return config, {name: number for name, number in numbers.items() if number is not None}, ""
@@ -436,13 +434,13 @@ def _config(
 
 @lru_cache(maxsize=4096)
 def _section(text: str) -> dict[str, Any]:
-    """A part of a configuration by dotted key; the runs of a sweep have most parts in common."""
-    # The parser in C, where PyYAML has it.
+    """Return a part of a configuration by dotted key. Runs of a sweep share most parts."""
+    # Use the C parser if PyYAML has it.
     content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     if not isinstance(content, dict):
         raise ValueError("it holds no keys")
     found = flattened(content)
-    json.dumps(found, sort_keys=True, default=str)  # as values are compared
+    json.dumps(found, sort_keys=True, default=str)  # raises if values cannot be compared
     return found
 
 
@@ -450,7 +448,7 @@ def _section(text: str) -> dict[str, Any]:
 def _history(
     path: Path, version: tuple[int, int] | None
 ) -> tuple[Mapping[float, Mapping[str, float | None]], bool]:
-    """The validations in a `metrics.jsonl`, and whether it is damaged; foreign lines count as they can."""
+    """Return the validations in a `metrics.jsonl`, and whether the file is damaged."""
     records: dict[float, dict[str, float | None]] = {}
     try:
         lines = read_text(path).splitlines(keepends=True)
@@ -466,7 +464,7 @@ def _history(
             record = json.loads(line)
             epoch = record.get("epoch", record.get("step"))
         except (ValueError, AttributeError, RecursionError):
-            is_damaged |= line.endswith("\n")  # one without its end may be just being written
+            is_damaged |= line.endswith("\n")  # an unfinished line may be in progress
             continue
         is_validation = record.get("split", "val") == "val" and type(epoch) in (int, float)
         if is_validation and 0 <= epoch < 1 << 31:

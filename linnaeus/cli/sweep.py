@@ -1,4 +1,4 @@
-"""`linnaeus sweep`: write the folder of a sweep, start workers and show the table."""
+"""`linnaeus sweep`: write a sweep's folder, start workers and show the table."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
     from linnaeus.sweep.space import Combination
 
 DESCRIPTION = """\
-Trains once for each combination of values and compares the results: one run after another, several at once
-on this machine, or as jobs of SLURM.
+Trains once for each combination of values and compares the results. Runs train one after another, several at
+once on this machine, or as SLURM jobs.
 
-A key with several values is swept; there is one run for each combination:
+A key with several values is swept, with one run for each combination:
   KEY=a,b,c                    these values
   KEY=range(start,stop[,step]) start, start + step, ... below stop
-  KEY=[a,b]  KEY='a,b'         one value: a list, a text
+  KEY=[a,b]  KEY='a,b'         a single value: a list, a text
   KEY=interval(low,high)       with --search optuna: any value between them
-This is Hydra's grammar, with choice(), sort(), shuffle() and tag() too. Lists work for presets: model=a,b
+This is Hydra's grammar, including choice(), sort(), shuffle() and tag(). Presets work too: model=a,b
 """
 DETAILS = """\
-The sweep is a folder, <EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>: sweep.json has its runs, and each run has
-a folder <values> below it, with its output in logs/output.txt. Every combination is checked before the first
-run starts. Workers take the runs: --jobs N starts N on this machine, each with its share of the GPUs and CPU
-cores; with --launcher slurm they are an array of N jobs. linnaeus work FOLDER starts one more, on any machine
-that sees the folder. A run whose worker has died is taken over and resumes from its checkpoint.
+A sweep is a folder, <EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>. It holds sweep.json with the list of runs, and
+a folder <values> for each run, with its output in logs/output.txt. Linnaeus checks every combination before
+the first run starts. Workers train the runs. --jobs N starts N workers on this machine and divides its GPUs
+and CPU cores among them. With --launcher slurm the workers are an array of N jobs. linnaeus work FOLDER
+starts one more, on any machine that sees the folder. If a worker dies, another one resumes its run.
 
-Called again, the command skips what has finished, resumes what was interrupted, and tries what failed
-once more; in a search, a failed run is one of the --trials and is not repeated. Other values need another
-EXPERIMENT.NAME. Ctrl-C ends the workers started here, with checkpoints (twice: at once), and leaves jobs of
-SLURM. The metrics are in sweep.csv, figures.json and sweep.png beside the runs.
+The same command again skips finished runs, resumes interrupted ones, and tries failed ones once more. In a
+search, a failed run counts as a trial and is not repeated. Other values need another EXPERIMENT.NAME. Ctrl-C
+ends the workers started here with checkpoints (twice: at once); SLURM jobs keep running. The metrics are in
+sweep.csv, figures.json and sweep.png in the sweep's folder.
 
 examples:
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,64,128
@@ -60,12 +60,12 @@ examples:
   linnaeus sweep --status runs/my_exp
   linnaeus sweep --cfg my_exp.yaml model=resnet18,vit_tiny 'EXPERIMENT.SEED=range(0,3)'
 
-exit codes: 0 all runs ended well, 1 some did not, 2 configuration or option, 130 interrupted
+exit codes: 0 all runs finished or were pruned, 1 some did not, 2 configuration or option, 130 interrupted
 """
 JOBS_OF_A_SEARCH = 4
-"""Workers of a search on SLURM by default: the more at once, the less each can learn from the others."""
+"""Default number of a search's workers on SLURM: the more at once, the less each learns from the others."""
 LOOK_S, LOOK_AT_QUEUE_S = 1.0, 10.0
-"""Seconds between two polls of the runs: of local workers, and of SLURM jobs."""
+"""Seconds between two polls of local workers, and of SLURM jobs."""
 METRIC = re.compile(r"loss|consistent|(top1|top5|macro|map|f1)/.+")
 """Names of validation metrics."""
 UNFINISHED = ("running", "interrupted", "not run")
@@ -83,46 +83,49 @@ def _read_metric(text: str) -> str:
 
 @dataclass
 class SweepOptions(Options):
-    """Options of `linnaeus sweep`; None where not given."""
+    """Options of `linnaeus sweep`; None if not given."""
 
     metric: str | None = option(
-        "validation metric that is compared; default: top-1 of the finest level, or the loss",
+        "validation metric to compare; default: top-1 of the finest level, or the loss",
         "NAME",
         _read_metric,
     )
     jobs: int | None = option(
-        "workers, and so runs at once; default: 1 (it uses all GPUs); on SLURM one for each run (4 in a "
-        "search)",
+        "number of workers, each with one run at a time; default: 1, with all GPUs; on SLURM one for each "
+        "run (4 in a search)",
         "N",
         read_count,
         launches=True,
     )
     search: str | None = choice(
-        "choose the values of each run by the results of those before, in place of all combinations",
+        "choose the values of each run from earlier results, instead of all combinations",
         ["optuna"],
     )
     trials: int | None = option(
-        "runs of a search in all, repeated points included", "N", read_count, needs="--search"
-    )
-    no_prune: bool = option(
-        "let a search's runs train to their end even if they are worse than the median of the others",
+        "total number of a search's runs, including repeated points",
+        "N",
+        read_count,
         needs="--search",
     )
-    status: bool = option("show how far the runs of the sweep in a folder are")
+    no_prune: bool = option(
+        "do not stop runs of a search that are worse than the median of the others",
+        needs="--search",
+    )
+    status: bool = option("show the progress of the sweep in a folder")
 
 
 def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
-    """Read the tokens after `sweep`, and check every combination as a configuration.
+    """Read the tokens after `sweep` and check the configuration of every combination.
 
     Returns:
-        A text to print, or the arguments of `run`: the sweep, and its runs in their order (a search's
-        corners; none with `--status`).
+        A text to print, or the arguments of `run`: the sweep and its runs in order (the corners of a search;
+        none with `--status`).
 
     Raises:
-        ConfigError: lists everything that is wrong, or the folder is that of a run. A problem that only some
-            combinations have names one of them.
+        ConfigError: lists all mistakes, or the folder is a run directory. The message of a problem that only
+            some combinations have names one of them.
     """
-    # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
+    # Imported here, so that shell completion does not wait for OmegaConf and YAML.
     from linnaeus.config.dump import to_yaml
     from linnaeus.sweep.folder import Sweep
     from linnaeus.sweep.space import read_space
@@ -130,7 +133,7 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
     options, rest, problems = PARSER.words(argv)
     if options.status:
         if len(rest) != 1 or "=" in rest[0]:
-            problems.append("--status: give the folder of a sweep, such as runs/my_exp")
+            problems.append("--status: needs the folder of one sweep, such as runs/my_exp")
         if problems:
             raise ConfigError(problems)
         return options, Sweep.read(Path(rest[0]).expanduser()), []
@@ -139,9 +142,11 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
     problems += line.problems + space.problems
     if options.search is not None:
         if find_spec("optuna") is None:
-            problems.append("--search optuna: needs Optuna: pip install 'linnaeus[sweep]'")
+            problems.append("--search optuna: needs Optuna: run pip install 'linnaeus[sweep]'")
         if options.trials is None and not any("--trials" in each for each in problems):
-            problems.append("--trials: say how many runs the search may have, such as --trials 40")
+            problems.append(
+                "--trials: is missing; set the number of runs of the search, such as --trials 40"
+            )
     is_here = options.launcher != "slurm" and not line.print_config
     plans = _plans(points, problems, references=is_here)
     if problems:
@@ -166,7 +171,7 @@ def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
 def _plans(
     combinations: Sequence[Combination], problems: list[str], *, references: bool
 ) -> list[Plan]:
-    """Return the runs of combinations. A problem of only some combinations names one of them."""
+    """Return the runs of all combinations, and add to `problems`. See `read` for their form."""
     from linnaeus.sweep.folder import plan_run
 
     plans: list[Plan] = []
@@ -174,7 +179,7 @@ def _plans(
     combinations_with: dict[str, list[Combination]] = {}
     for combination in combinations:
         try:
-            # One folder for all, also where the name of the sweep follows what is swept.
+            # All runs share one folder, even if a swept key changes the name of the sweep.
             folder = plans[0][1].EXPERIMENT.OUTPUT_DIR if plans else None
             config = plan_run(combination, folder, references=references, compositions=compositions)
             plans.append((combination, config))
@@ -197,32 +202,31 @@ def _ineffective(combination: Combination, config: Config) -> list[str]:
         "DATA.BATCH_SIZE_VAL": ("DATA.AUTOBATCH.ENABLED_VAL", searches.ENABLED_VAL),
     }
     return [
-        f"{key}: is swept, but {switch} True replaces it in every run; add {switch}=False"
+        f"{key}: is swept, but AutoBatch replaces it in every run ({switch} True); add {switch}=False"
         for key, (switch, is_on) in replaced.items()
         if is_on and key in combination.values
     ]
 
 
 def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
-    """Start workers, show the table while they work and at the end, and write the files.
+    """Start workers, report their progress, show the table and write the files.
 
     Returns:
-        The exit code: 0 all ended well, 1 some did not, 130 interrupted.
+        The exit code: 0 all runs finished or were pruned, 1 some did not, 130 interrupted.
 
     Raises:
-        ConfigError: the folder cannot be written to, or is that of another sweep; no run whose status is
-            asked for has the metric.
+        ConfigError: the folder cannot be written to, or belongs to another sweep; or no run has the metric.
         LostFolderError: the folder was renamed or deleted while its runs trained.
-        LinnaeusError: sbatch has refused the job.
+        LinnaeusError: sbatch refused the job.
     """
     from linnaeus.runtime.console import make_console
     from linnaeus.runtime.log import close_logging, set_up_logging
     from linnaeus.runtime.signals import handled
 
     console, is_on_slurm = make_console(), options.launcher == "slurm"
-    if not options.dry_run:  # which prints what a shell or sbatch reads
+    if not options.dry_run:  # its output is a script
         set_up_logging(None, rank=0, console=console)
-    received: list[int] = []  # signals, of which this process only takes note
+    received: list[int] = []  # signals, recorded and acted on later
     try:
         if options.status:
             table = _comparison(options, sweep, _study(sweep))
@@ -262,7 +266,7 @@ def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
 
 
 def _study(sweep: Sweep) -> Study | None:
-    """The study of a search; None for a grid."""
+    """Return the study of a search; None for a grid."""
     if sweep.trials is None:
         return None
     from linnaeus.sweep.search import Study
@@ -271,7 +275,7 @@ def _study(sweep: Sweep) -> Study | None:
 
 
 def _comparison(options: SweepOptions, sweep: Sweep, study: Study | None) -> Comparison:
-    """The runs of a sweep side by side, as they are now."""
+    """Return the current runs of a sweep side by side."""
     from linnaeus.cli.runs import Comparison, read_run
 
     rows = [read_run(run.folder, run.values) for run in sweep.known_runs(study)]
@@ -279,7 +283,7 @@ def _comparison(options: SweepOptions, sweep: Sweep, study: Study | None) -> Com
 
 
 def _check_metric(table: Comparison) -> None:
-    """Raise `ConfigError` if runs have metrics, but none has the wanted one."""
+    """Raise `ConfigError` if runs have metrics but not the wanted one."""
     if table.metrics and (problem := table.unknown_metric):
         raise ConfigError(f"--metric: {problem}")
 
@@ -300,7 +304,7 @@ def _report(table: Comparison, sweep: Sweep, console: Console) -> None:
         logger.warning("the metrics cannot be written: %s", error)
     if left := sum(row.state.status in UNFINISHED for row in table.rows):
         logger.info(
-            "%s left; the same command resumes, and linnaeus work %s is one more worker",
+            "%s left; run the same command again to resume, or linnaeus work %s to add a worker",
             counted(left, "run"),
             shlex.quote(str(sweep.folder)),
         )
@@ -314,15 +318,15 @@ def watch(
     is_alive: Callable[[], bool],
     pause_s: float,
 ) -> None:
-    """Print a line for each run that begins or ends, until all workers are done.
+    """Log each run that starts or ends, until all workers are done.
 
-    Also wait for workers started elsewhere while they train. If a run was validated without the metric of
+    Also wait for workers started elsewhere while they train. If a validated run lacks the metric of
     `--metric`, end the workers started here as after Ctrl-C.
 
     Args:
-        options: with `--metric`.
+        options: hold `--metric`.
         sweep: the sweep to watch.
-        study: its study, in a search.
+        study: the study of a search.
         received: signals so far; the first one ends the wait for workers started elsewhere.
         is_alive: returns whether a worker started here is alive.
         pause_s: seconds between two polls.
@@ -353,7 +357,7 @@ def watch(
 
 
 def _shares(options: SweepOptions, plans: Sequence[Plan]) -> list[Share]:
-    """One for each worker on this machine."""
+    """Divide this machine among its workers."""
     from linnaeus.sweep.local import divide, visible_gpus
 
     num_jobs = options.jobs or 1
@@ -361,7 +365,7 @@ def _shares(options: SweepOptions, plans: Sequence[Plan]) -> list[Share]:
     gpus = [] if is_cpu else visible_gpus()
     if 0 < len(gpus) < num_jobs:
         logger.warning(
-            "--jobs: %d runs share %s; what one takes is not free for the others, so give AutoBatch a limit "
+            "--jobs: %d runs share the memory of %s; limit AutoBatch in each "
             "(DATA.AUTOBATCH.MEMORY_LIMIT_GB) or start fewer",
             num_jobs,
             counted(len(gpus), "GPU"),
@@ -370,10 +374,10 @@ def _shares(options: SweepOptions, plans: Sequence[Plan]) -> list[Share]:
 
 
 def _dry_run(sweep: Sweep, shares: Sequence[Share]) -> str:
-    """The runs, and the command of each worker."""
+    """Return the list of runs and the command of each worker."""
     runs = [run.title for run in sweep.grid()]
     if sweep.trials is not None:
-        runs = [f"{sweep.trials} trials, whose values Optuna chooses"]
+        runs = [f"{sweep.trials} trials with values chosen by Optuna"]
     lines = [f"# {counted(len(shares), 'worker')} for these runs:", *(f"#   {run}" for run in runs)]
     for share in shares:
         env = [f"{name}={value}" for name, value in share.env().items()]
@@ -388,7 +392,7 @@ def _watch_workers(
     shares: Sequence[Share],
     received: list[int],
 ) -> None:
-    """Start workers here, watch them, and pass signals on to them."""
+    """Start workers on this machine, watch them and forward signals."""
     from linnaeus.sweep.local import start_workers, worker_log
 
     workers, passed_on = start_workers(sweep.folder, shares), list[int]()
@@ -408,7 +412,7 @@ def _watch_workers(
             log = worker_log(sweep.folder, number)
             last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             logger.warning(
-                "worker %d has ended with %d: %s (%s)", number, worker.returncode, last, log
+                "worker %d ended with code %d: %s (%s)", number, worker.returncode, last, log
             )
 
 
@@ -416,7 +420,7 @@ def _watch_workers(
 
 
 def _script(options: SweepOptions, sweep: Sweep) -> str:
-    """The script of the array of workers."""
+    """Return the job script of the array of workers."""
     num_runs = len(sweep.runs) if sweep.trials is None else min(JOBS_OF_A_SEARCH, sweep.trials)
     return workers_script(sweep.folder, options.slurm, options.jobs or num_runs)
 
@@ -427,13 +431,13 @@ def _watch_jobs(
     """Submit an array of workers and watch it.
 
     Raises:
-        LinnaeusError: sbatch has refused the job.
+        LinnaeusError: sbatch refused the job.
     """
     from linnaeus.runtime.run_folder import is_queued
 
     number = submit(sweep.folder / "slurm", _script(options, sweep))
     logger.info(
-        "submitted as SLURM job %s; linnaeus sweep --status %s shows the runs, and scancel %s ends them",
+        "submitted as SLURM job %s; linnaeus sweep --status %s shows its runs, scancel %s ends them",
         number,
         shlex.quote(str(sweep.folder)),
         number,
@@ -444,7 +448,9 @@ def _watch_jobs(
 
     watch(options, sweep, study, received, is_alive, LOOK_AT_QUEUE_S)
     if received:
-        logger.info("SLURM job %s runs on; scancel %s ends it, with checkpoints", number, number)
+        logger.info(
+            "SLURM job %s keeps running; scancel %s ends it with checkpoints", number, number
+        )
 
 
 PARSER = CommandParser(

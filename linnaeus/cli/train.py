@@ -1,4 +1,4 @@
-"""`linnaeus train`, the default command, and the help that `linnaeus` alone prints."""
+"""`linnaeus train`, the default command, and the help of plain `linnaeus`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def _table(rows: Mapping[str, str]) -> str:
 
 
 DESCRIPTION = f"""\
-Trains image classifiers from a configuration, with the largest batch size that is safe in memory.
+Trains image classifiers from a configuration, at the maximum memory-safe batch size.
 
 commands (linnaeus COMMAND --help):
 {_table(COMMANDS)}
 """
 DETAILS = f"""\
-What sets keys. A later line of this list wins over an earlier one:
-  default           what --print-config shows when nothing sets a key
-  model=resnet50    a preset, or a file of yours in --config-dir whose group is named like a node
-  --cfg FILE        a file, as --config-name NAME; the last one wins
-  +experiment=name  a file of yours in a group of another name
-  KEY VALUE         an override, such as DATA.BATCH_SIZE 64, or KEY=VALUE; the last one wins. ~KEY goes
-                    back to the default
+Sources of keys. A later line of this list wins over an earlier one:
+  default           the value that --print-config shows for a key that is not set
+  model=resnet50    a preset, or your own file in --config-dir, in a group named like a node
+  --cfg FILE        a file, or --config-name NAME; the last one wins
+  +experiment=name  your own file in a group of another name
+  KEY VALUE         an override, such as DATA.BATCH_SIZE 64, or KEY=VALUE; the last one wins. ~KEY restores
+                    the default
 
 nodes (--print-config shows every key):
 {_table({path[0]: doc for path, doc in NODES.items() if len(path) == 1})}
@@ -40,7 +40,7 @@ nodes (--print-config shows every key):
 presets (group=name):
 {_table({group: ", ".join(names) for group, names in available().items()})}
 
-MODEL, DATA.DATASET, LOSS and OPTIMIZER also take a class of your own:
+MODEL, DATA.DATASET, LOSS and OPTIMIZER also take your own class:
   MODEL._target_=my_package.MyModel MODEL.width=64
 
 examples:
@@ -53,15 +53,15 @@ examples:
   torchrun --nproc_per_node=4 -m linnaeus.main train --cfg my_exp.yaml
   linnaeus train --cfg my_exp.yaml --launcher slurm --slurm gpus-per-node=4 time=4:00:00
 
-exit codes: 0 done, 2 configuration, 3 no batch size fits, or out of memory, 130 interrupted, 1 anything else
+exit codes: 0 done, 2 configuration, 3 no batch size fits or out of memory, 130 interrupted, 1 any other error
 """
 
 
 def read(argv: Sequence[str]) -> str | tuple[TrainOptions, Config]:
-    """Read the tokens after `train`: a text to print, or the arguments of `run`.
+    """Read the tokens after `train`. Return a text to print, or the arguments of `run`.
 
     Raises:
-        ConfigError: lists everything that is wrong.
+        ConfigError: lists all mistakes.
     """
     return read_request(PARSER, argv, references=True)
 
@@ -73,7 +73,7 @@ def run(options: TrainOptions, config: Config) -> int:
         The exit code: 0 done, 128 and the signal's number (130 for Ctrl-C) if stopped.
 
     Raises:
-        LinnaeusError: something that the user can mend; the message says how.
+        LinnaeusError: an error that the user can fix; the message says how.
     """
     if options.preview is not None:
         draw_preview(config, options.preview)
@@ -90,10 +90,10 @@ def run(options: TrainOptions, config: Config) -> int:
 
 
 def draw_preview(config: Config, path: Path) -> None:
-    """Draw augmented training samples with their labels, as training begins with them.
+    """Draw the first augmented training samples with their labels.
 
     Raises:
-        ConfigError: the samples are no images with classes.
+        ConfigError: the samples are not images with classes.
     """
     from linnaeus.data.contact_sheet import draw_samples
     from linnaeus.data.datasets import build_data
@@ -106,17 +106,17 @@ def draw_preview(config: Config, path: Path) -> None:
 
 @dataclass
 class TrainOptions(Options):
-    """Options beside the configuration's."""
+    """Options that are not configuration keys."""
 
-    multirun: bool = option("the command sweep: -m KEY=a,b is sweep KEY=a,b", short="-m")
+    multirun: bool = option("same as the command sweep: -m KEY=a,b is sweep KEY=a,b", short="-m")
     preview: Path | None = option(
-        "draw 36 augmented training samples with their labels as .png, and train nothing",
+        "draw 36 augmented training samples with their labels as .png, without training",
         "FILE",
         partial(read_path, (".png",)),
     )
     dry_run: bool = option(
-        "take one training step and validate one batch, as training would, and leave no file; with "
-        "--launcher slurm: print the script of the job",
+        "take one training step and validate one batch without writing files; with --launcher slurm: print "
+        "the job script",
         launches=True,
         not_with={"--preview": "trains nothing"},
     )

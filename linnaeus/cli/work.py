@@ -1,4 +1,4 @@
-"""`linnaeus work`: takes runs of a sweep until none is left."""
+"""`linnaeus work`: train runs of a sweep until none is left."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from linnaeus.cli.parser import CommandParser, Options, option, read_count
 from linnaeus.runtime.errors import ConfigError
 
 DESCRIPTION = """\
-Takes runs of a sweep that nobody has, one after another, until none is left.
+Trains runs of a sweep that no other worker has, one after another, until none is left.
 """
 DETAILS = """\
-The folder is made by linnaeus sweep; any machine that sees it may work. A run whose worker has died is
-taken over and resumes from its checkpoint. Failed runs are left; linnaeus sweep, called as before, lets
-workers take them again. Ctrl-C saves a checkpoint and gives the run back; a second one ends it at once.
+linnaeus sweep creates the folder. Any machine that sees it may work. If a worker dies, another one resumes
+its run. A worker skips failed runs; repeat the linnaeus sweep command to try them again. Ctrl-C saves a
+checkpoint and returns the run; a second one ends it at once.
 
 examples:
   linnaeus work runs/my_exp
   linnaeus work runs/my_exp --launcher slurm --slurm gpus-per-node=4 time=4:00:00
   CUDA_VISIBLE_DEVICES=2,3 linnaeus work runs/my_exp --nproc 2
 
-exit codes: 0 its runs ended well, 1 some did not, 2 the folder or an option, 130 interrupted
+exit codes: 0 its runs finished or were pruned, 1 some did not, 2 the folder or an option, 130 interrupted
 """
 
 
@@ -41,7 +41,7 @@ def read(argv: Sequence[str]) -> tuple[WorkOptions]:
     """Read the tokens after `work`.
 
     Raises:
-        ConfigError: lists everything that is wrong.
+        ConfigError: lists all mistakes.
     """
     from linnaeus.sweep.folder import Sweep
 
@@ -49,10 +49,10 @@ def read(argv: Sequence[str]) -> tuple[WorkOptions]:
     if len(words) != 1:
         problems.append(f"'{' '.join(words)}': name the folder of one sweep, such as runs/my_exp")
     if options.launcher == "slurm" and options.nproc is not None:
-        problems.append("--nproc: on SLURM a run has a rank for each GPU; give gpus-per-node=N")
+        problems.append("--nproc: on SLURM a run has a rank for each GPU; set gpus-per-node=N")
     if options.launcher == "local" and options.jobs is not None:
         problems.append(
-            "--jobs: is for --launcher slurm; here, start linnaeus work once for each worker"
+            "--jobs: needs --launcher slurm; on this machine, start linnaeus work once for each worker"
         )
     if problems:
         raise ConfigError(problems)
@@ -62,10 +62,10 @@ def read(argv: Sequence[str]) -> tuple[WorkOptions]:
 
 
 def run(options: WorkOptions) -> int:
-    """Take runs, or submit jobs that do; returns the exit code.
+    """Train runs, or submit jobs that do. Return the exit code.
 
     Raises:
-        LinnaeusError: something that the user can mend; the message says how.
+        LinnaeusError: an error that the user can fix; the message says how.
     """
     if options.launcher == "slurm":
         from linnaeus.sweep.slurm import submit, workers_script

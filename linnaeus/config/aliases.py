@@ -35,7 +35,7 @@ def alias(word: str, value: str | None = None) -> str | None:
         value: the typed value; a number or a choice of the key takes the place of the example's.
 
     Returns:
-        The setting to write, or what there is in its place; None for an unknown word.
+        The setting to write, or a sentence about its equivalent; None for an unknown word.
     """
     name = word.partition("=")[0].lstrip("-+~").lower().replace("-", "_")
     name = "hydra" if name.startswith(("hydra.", "hydra/")) else name

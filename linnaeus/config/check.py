@@ -120,7 +120,7 @@ class Checked:
         try:
             found = re.fullmatch(r"\$\{([\w.]+)\}", raw) if isinstance(raw, str) else None
             target = tuple(found[1].split(".")) if found else ()
-            # What a key follows is mostly known already; OmegaConf takes a millisecond to parse it.
+            # A referenced value is usually known already. OmegaConf needs a millisecond for each.
             value = self.values[target] if target in self.values else _get(root, path)
             is_float = key is not None and strip_optional(key.hint)[0] is float
             if is_float and isinstance(value, float) and math.isinf(value):

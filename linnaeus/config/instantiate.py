@@ -1,6 +1,6 @@
 """Instantiates `_target_` nodes, the user's own model, dataset, loss or optimizer, with Hydra.
 
-Hydra finds the class and builds the arguments. The call is ours: it adds what the framework knows, and its
+Hydra finds the class and builds the arguments. The call is ours: it adds the framework's arguments, and its
 error names the node and the user's line.
 """
 
@@ -90,7 +90,7 @@ def _not_callable_from_files(key: Key, name: Any) -> str | None:
     if key in _MODULES and inspect.isclass(found):
         bases = {f"{base.__module__}.{base.__name__}" for base in found.__mro__}
         if "torch.nn.modules.module.Module" not in bases:  # by name: this module loads no torch
-            return "which is a class, but no nn.Module"
+            return "a class, but not an nn.Module"
     return None
 
 
@@ -207,13 +207,13 @@ def _hint(given: Mapping[str, Any], where: str, known: Mapping[str, inspect.Para
     left_out = " ".join(f"~{where}.{name}" for name in unknown if name.isupper())
     if not left_out:
         return ""
-    return f"; {left_out} leaves out what it does not take"
+    return f"; {left_out} removes the arguments that it does not take"
 
 
 def place_of(error: BaseException | None) -> str:
     """Return the last line that led to an error in a file that is neither Linnaeus' nor installed.
 
-    It reads ` (my_model.py, line 12, in forward)`; empty where there is none.
+    It reads ` (my_model.py, line 12, in forward)`; empty if there is none.
     """
     while error is not None and not isinstance(error, SyntaxError):  # whose text says its line
         frames = traceback.extract_tb(error.__traceback__)

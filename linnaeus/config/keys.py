@@ -27,7 +27,7 @@ PRESETS = FilePath(__file__).resolve().parent.parent / "presets"
 
 @dataclass(frozen=True)
 class Key:
-    """One key that holds a value; the fields are those of `schema.key`."""
+    """One key that holds a value. Its fields are the arguments of `schema.key`."""
 
     path: Path
     hint: Any
@@ -89,7 +89,7 @@ def is_open(path: Path) -> bool:
 def closest(name: str) -> str | None:
     """Return the key that a misspelled dotted name most likely means, or None.
 
-    Likeness is that of the whole name and of its last component, so a key without its node is found too.
+    Both the whole name and its last component are compared, so a key without its node is found too.
 
     >>> closest("DATA.BATCHSIZE"), closest("BATCH_SIZE"), closest("data.autobatch.enable")
     ('DATA.BATCH_SIZE', 'DATA.BATCH_SIZE', 'DATA.AUTOBATCH.ENABLED')

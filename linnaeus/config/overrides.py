@@ -1,7 +1,7 @@
 """Parses the command line of the configuration. Pure: reads no file.
 
 Overrides are `KEY VALUE`, or Hydra's `KEY=VALUE` with its prefixes `+`, `++` and `~`. A lower-case
-`group=name` selects a preset or a file of one's own. Hydra's grammar reads the values.
+`group=name` selects a preset or your own file. Hydra's grammar reads the values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SOURCES |= {"-cd": "--config-dir", "-cn": "--config-name"}
 """Options that name files to read, with their long names."""
 OPTIONS = ("--print-config", *SOURCES, "--opts")
 """Every option of the configuration; a command has others beside them."""
-expanded = os.path.expanduser  # that of Path fails for an unknown user
+expanded = os.path.expanduser  # Path.expanduser raises for an unknown user
 _KEY = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
 _GROUP = re.compile(
     r"(\+\+|\+|~)?([a-z][\w-]*(?:/[\w-]+)*(?:@\w+(?:\.\w+)*)?)(?:=(.*))?", re.DOTALL
@@ -38,7 +38,7 @@ class Override:
     Attributes:
         key: dotted name of a key; name of a group, which may end with `@PACKAGE`.
         text: the value; None for a `~KEY`.
-        delete: undo what earlier sources set at the key, or leave out the group, as `~` asks for.
+        delete: undo settings of earlier sources at the key, or leave out the group (`~`).
     """
 
     key: str

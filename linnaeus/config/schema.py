@@ -216,7 +216,7 @@ class ExperimentConfig:
     )
     LOGGERS: list[str] = key(
         list,
-        "where metrics go beside `metrics.jsonl`",
+        "loggers of the metrics, in addition to `metrics.jsonl`",
         choices=("wandb", "tensorboard", "mlflow"),
     )
     WANDB: WandbConfig = key(WandbConfig, "Weights & Biases")
@@ -229,7 +229,7 @@ class ExperimentConfig:
 
 @dataclass
 class DatasetConfig:
-    """Where the samples and their labels come from."""
+    """Source of the samples and their labels."""
 
     NAME: str = key(
         "digits",
@@ -264,13 +264,13 @@ class DatasetConfig:
     )
     TEST: str | None = key(
         None,
-        "as TRAIN, for a test, which the best checkpoint is evaluated on at the end; null is `test` or "
-        "`test.csv` where it exists beside a validation split",
+        "as TRAIN, for the test split, on which the best checkpoint is evaluated at the end; null is `test` "
+        "or `test.csv` if it exists beside a validation split",
     )
     SPLIT_COLUMN: str | None = key(
         None,
-        "manifest column that says which split a row is in, or which fold where FOLD is set; null is a "
-        "column such as `split`, `subset` or `is_valid` whose values mean splits",
+        "manifest column with the split of each row, or with its fold if FOLD is set; null is a "
+        "column such as `split`, `subset` or `is_valid` whose values are splits",
     )
     ALLOW_COARSE: bool | None = key(
         None,
@@ -278,11 +278,11 @@ class DatasetConfig:
         "them, null refuses a level that most images lack",
     )
     VAL_FRACTION: float = key(
-        0.2, "fraction held out where the data has no validation split", gt=0, lt=1
+        0.2, "fraction held out if the data has no validation split", gt=0, lt=1
     )
     GROUP_COLUMN: str | None = key(
         None,
-        "manifest column of groups, such as locations or individuals, each of which is held out as a whole",
+        "manifest column of groups, such as locations or individuals; each group is held out as a whole",
     )
     FOLD: int | None = key(
         None,
@@ -353,11 +353,11 @@ DATASET_KEYS = {
 
 @dataclass
 class AugmentConfig:
-    """Training augmentation, and how both splits are resized and normalised (torchvision v2)."""
+    """Training augmentation, and how both splits are resized and normalized (torchvision v2)."""
 
     CROP_SCALE: list[float] | None = key(
         None,
-        "area of a random crop as a fraction of the image's, [low, high]; [1, 1] is a centre crop; null is "
+        "area of a random crop as a fraction of the image's, [low, high]; [1, 1] is a center crop; null is "
         "[0.35, 1] for image files, else [0.8, 1]",
         gt=0,
         le=1,
@@ -408,8 +408,8 @@ class AugmentConfig:
     )
     REPEATS: int = key(
         1,
-        "times that a sample comes in an epoch, each time augmented anew; the epoch keeps its length and "
-        "has that part of the samples",
+        "times that a sample occurs in an epoch, with new augmentation each time; an epoch keeps its length "
+        "and has that part of the samples",
         ge=1,
     )
     MIXUP: float = key(
@@ -491,7 +491,7 @@ class AutoBatchConfig:
     MIN_STEPS_PER_EPOCH: int = key(
         10,
         "optimizer steps that an epoch keeps at least, which bounds the training size; MIN_BATCH_SIZE wins "
-        "over it, and TRAIN.EFFECTIVE_BATCH_SIZE and TRAIN.BATCH_SCHEDULE say the steps themselves; 1 is no "
+        "over it, and TRAIN.EFFECTIVE_BATCH_SIZE and TRAIN.BATCH_SCHEDULE set the steps instead; 1 is no "
         "bound",
         ge=1,
     )
@@ -520,7 +520,7 @@ class AutoBatchConfig:
     REPEATS: int = _search_key("repeats")
     MEMORY_LIMIT_GB: float | None = _search_key(
         "memory_limit_gb",
-        "each rank may hold TARGET_MEMORY_FRACTION of this at most, whatever others use",
+        "each rank may hold TARGET_MEMORY_FRACTION of this at most, regardless of others",
         unit="GiB",
     )
     MAX_TRIALS: int = _search_key("max_trials")
@@ -596,7 +596,7 @@ class DataConfig:
     BIT_DEPTH: int | None = key(
         None,
         "significant bits of integers wider than 8 bits; null measures the training files, and is 16 for "
-        "the 16-bit images of a dataset of your own",
+        "the 16-bit images of your own dataset",
         ge=8,
         le=16,
     )
@@ -611,10 +611,12 @@ class DataConfig:
         choices=("shuffle", "balanced", "sqrt"),
     )
     LIMIT_TRAIN_SAMPLES: int | None = key(
-        None, "train on so many random samples, the same in every epoch; null takes all", ge=1
+        None,
+        "train on this number of random samples, the same in every epoch; null takes all",
+        ge=1,
     )
     LIMIT_VAL_SAMPLES: int | None = key(
-        None, "validate on so many random samples, always the same; null takes all", ge=1
+        None, "validate on this number of random samples, always the same; null takes all", ge=1
     )
     AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and preprocessing")
     AUTOBATCH: AutoBatchConfig = key(AutoBatchConfig, "the batch-size search")
@@ -689,8 +691,8 @@ class LossConfig:
     FOCAL_GAMMA: float = key(2.0, "exponent of `focal`; 0 is cross-entropy", ge=0)
     CLASS_WEIGHTS: str | None = key(
         None,
-        "`balanced` weights each class by the inverse of its training samples, `effective` by that of their "
-        "effective number; a file (.json, .yaml) gives weights by class name; null is 1 each",
+        "`balanced` weights each class by the inverse of its training samples, `effective` by the inverse of "
+        "their effective number; a file (.json, .yaml) gives weights by class name; null is 1 each",
         check=_weights_source,
     )
     EFFECTIVE_BETA: float = key(
@@ -834,7 +836,7 @@ class EmaConfig:
     )
     SWA_EPOCHS: int | None = key(
         None,
-        "stochastic weight averaging: average the steps of so many last epochs equally, and keep the "
+        "stochastic weight averaging: average the steps of this number of last epochs equally, and keep the "
         "learning rate at SCHEDULE.MIN_LR_FRACTION in them; null is the exponential average",
         ge=1,
     )
@@ -879,10 +881,10 @@ class EarlyStoppingConfig:
     )
     METRIC: str | None = key(
         None,
-        "metric of the validation that has to improve, such as `loss`; `plateau` watches it too; null "
+        "validation metric that must improve, such as `loss`; `plateau` watches it too; null "
         "is BEST_METRIC",
     )
-    MIN_DELTA: float = key(0.0, "an improvement is larger than this", ge=0)
+    MIN_DELTA: float = key(0.0, "an improvement must be larger than this", ge=0)
 
 
 @dataclass
@@ -892,12 +894,12 @@ class TrainConfig:
     EPOCHS: int = key(12, "passes over the training data", ge=1)
     MAX_STEPS: int | None = key(
         None,
-        "optimizer steps of the whole run, in place of EPOCHS; SCHEDULE ends with them; null trains EPOCHS",
+        "optimizer steps of the whole run, instead of EPOCHS; SCHEDULE ends with them; null trains EPOCHS",
         ge=1,
     )
     OVERFIT_BATCHES: int | None = key(
         None,
-        "train on so many effective batches, the same in every epoch, and validate on them without "
+        "train on this number of effective batches, the same in every epoch, and validate on them without "
         "augmentation; null takes all data",
         ge=1,
     )
@@ -939,14 +941,14 @@ class TrainConfig:
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
     COMPILE_DYNAMIC: bool | None = key(
-        None, "compile for all shapes at once; null: where a shape has changed"
+        None, "compile for all shapes at once; null: after a shape has changed"
     )
     ON_OUT_OF_MEMORY: str = key(
         "raise",
         "when training runs out of memory: `raise` ends the run and lists the contents of the memory; "
-        "`split` takes the optimizer step again with micro-batches of half the size, and trains on "
-        "with these. "
-        "With several ranks `split` ends the run with a checkpoint, which AUTO_RESUME resumes so",
+        "`split` repeats the optimizer step with micro-batches of half the size, and keeps "
+        "these sizes. "
+        "With several ranks, `split` ends the run with a checkpoint, and AUTO_RESUME continues so",
         choices=("raise", "split"),
     )
     SYNC_BATCHNORM: bool = key(False, "compute BatchNorm statistics over all ranks")
@@ -971,7 +973,7 @@ class TrainConfig:
     )
     BEST_METRIC: str | None = key(
         None,
-        "metric of the validation that decides which checkpoint is best, such as `macro/LEVEL` or `loss`; "
+        "validation metric that selects the best checkpoint, such as `macro/LEVEL` or `loss`; "
         "early stopping and `plateau` watch it too; null is top-1 of the finest level, or the loss",
     )
     CHECKPOINT_EVERY: int = key(

@@ -34,7 +34,7 @@ WANTED: Mapping[Any, str] = {
     dict: "a mapping such as {name: value}",
     Any: "text, a number, a list or a mapping",
 }
-"""Values that a key of each type takes; a list without an entry of its own is described as `list`."""
+"""Values that a key of each type takes; a list without its own entry is described as `list`."""
 _OF_DATA: Mapping[str, Any] = {
     "CROP_SCALE": ([0.35, 1.0], [0.8, 1.0]),
     "HFLIP": (0.5, 0.0),
@@ -154,13 +154,13 @@ def fill_nulls(root: DictConfig, cfg: str | None) -> set[tuple[str, ...]]:
     """
 
     def of_dataset(name: str) -> Any:
-        """The value of a key; None where there is none, or where it cannot be resolved."""
+        """Return the value of a key; None if there is none or it cannot be resolved."""
         key = f"DATA.DATASET.{name}"
         return OmegaConf.select(root, key, throw_on_resolution_failure=False)
 
     raw: Any = OmegaConf.to_container(root)
     is_named = raw["EXPERIMENT"]["NAME"] is not None
-    if not is_named:  # what names the run cannot follow its name
+    if not is_named:  # a key in the run's name cannot refer to the name
         root.EXPERIMENT.NAME = MISSING
     target = of_dataset(TARGET)
     is_files = not target and of_dataset("NAME") in IMAGE_FILES

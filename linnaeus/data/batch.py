@@ -22,12 +22,12 @@ class Batch(NamedTuple):
     """Input of one training or validation step.
 
     Attributes:
-        inputs: pixels, uint8 tensor [B, C, H, W], which the device normalises; where a user's dataset gives
+        inputs: pixels, uint8 tensor [B, C, H, W], which the device normalizes; where a user's dataset gives
             tensors, any nest of them.
         targets: int64 tensor [B, L], one column per level of the taxonomy, -1 where unknown; with several
             labels per sample, float32 tensor [B, C] of 1, 0, and -1 where unknown; for a user's dataset
             without a taxonomy, its targets as they are.
-        choices: random choices of the loader for what the device does to the batch; see `DeviceTransform`.
+        choices: the loader's random choices for transforms on the device; see `DeviceTransform`.
     """
 
     inputs: Any
@@ -79,11 +79,11 @@ def to_device(batch: Batch, device: torch.device | str, *, non_blocking: bool = 
 
 
 class CopiedAhead(Iterator[Batch]):
-    """Batches on a device, each copied on a stream of its own while the step before it runs.
+    """Batches on a device, each copied on its own stream while the step before it runs.
 
-    Two batches are on the device at any time: a copy begins when the steps before it have ended. Their memory
-    is that of the current stream, so the allocator reuses it as any other. An error of the next batch is
-    raised when that batch is asked for.
+    Two batches are on the device at any time. A copy begins when the steps before it have ended. Their memory
+    belongs to the current stream, so the allocator reuses it normally. An error of the next batch is raised
+    when that batch is requested.
     """
 
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
@@ -140,7 +140,7 @@ class BatchSpec:
         num_samples: samples to look at.
         seed: for datasets and collate functions that draw random numbers. The state of the global random
             generators is restored.
-        choose: draws the `choices` of a batch; None where the device only normalises.
+        choose: draws the `choices` of a batch; None where the device only normalizes.
 
     Raises:
         DataError: the dataset is empty.

@@ -168,7 +168,7 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
 
     Args:
         config: length, channels, noise (standard deviation on the 0-255 scale), unknown labels.
-        taxonomy: its classes; samples go through those of the finest level in turn.
+        taxonomy: its classes; samples cycle through the classes of the finest level.
         size: height and width.
         transform: applied to each image.
         is_val: validation has the same classes, other noise, and no unknown label.
@@ -273,7 +273,7 @@ def _synthetic_taxonomy(dataset: DatasetConfig) -> Taxonomy:
 
 
 def _hide_labels(labels: Tensor, fraction: float) -> Tensor:
-    """Labels [N, L], coarse to fine, of which the finer ones are unknown (-1) for a fraction of the samples.
+    """Set finer labels of [N, L], coarse to fine, to unknown (-1) for a fraction of the samples.
 
     The finest label that stays known is at a random level above the finest one. Sample and fraction decide
     it alone, so that every epoch, rank and run sees the same labels.

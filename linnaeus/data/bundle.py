@@ -51,7 +51,7 @@ class DataBundle:
         preprocessing: how an image becomes an input in validation; None where the dataset gives tensors.
         index: gives the labels of class names; None where there is no more to it than the taxonomy's names.
         on_device: transforms of batches on the device; validation is neither erased nor mixed.
-        test: a third split, for one evaluation at the end; None where there is none.
+        test: a third split, for one evaluation at the end; None if there is none.
         source: the folder, the manifest or the name of the dataset, for the report.
         resized: the training data of each side of DATA.IMG_SIZE_SCHEDULE; the last is `train`.
     """
@@ -95,7 +95,7 @@ def collate_pairs(samples: list[Any]) -> Batch:
 
 
 def limited(dataset: Dataset[Any], most: int | None, seed: int) -> Dataset[Any]:
-    """The dataset with at most so many random samples, in their order; the seed decides which."""
+    """Limit the dataset to a number of random samples, in their order. The seed selects them."""
     length = dataset_length(dataset)
     if most is None or most >= length:
         return dataset

@@ -135,7 +135,7 @@ def _measured(
     """Results of the function, other than None, for up to `MOST_IMAGES` intact files, spread evenly."""
 
     def measure(file: str) -> T | None:
-        with suppress(Exception):  # whatever a damaged file raises
+        with suppress(Exception):  # a damaged file may raise anything
             return function(file, channels, decoding)
         return None
 
@@ -165,7 +165,7 @@ def _connect(place: Path | str) -> sqlite3.Connection:
 
 
 def _key(path: str, here: str) -> tuple[bytes, int, int]:
-    """Path, size in bytes and time of modification; -1 where there is no such file."""
+    """Path, size in bytes and time of modification; -1 if there is no such file."""
     whole = path if path[:1] == "/" else f"{here}/{path}"  # `os.path.join` takes as long as `stat`
     name = whole.encode("utf-8", "surrogateescape")
     try:

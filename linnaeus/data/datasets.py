@@ -1,4 +1,4 @@
-"""Builds the data of a run, whatever its source."""
+"""Builds the data of a run from any source."""
 
 from __future__ import annotations
 

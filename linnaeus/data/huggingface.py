@@ -74,7 +74,7 @@ def _load(root: str | None) -> dict[str, Any]:
     )
     try:
         if absent and _is_path(name):
-            raise ValueError("not asked for a path")
+            raise ValueError("no path is needed")
         if is_saved:
             data = load_from_disk(str(path))
         elif path.is_file():

@@ -44,7 +44,7 @@ MinSize = Callable[[int, int], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a file becomes pixels, beside the number of channels.
+    """Settings that turn a file into pixels, except the number of channels.
 
     Attributes:
         background: red, green and blue behind transparent pixels; None drops transparency, as versions did
@@ -134,7 +134,7 @@ def find_damage(path: str | Path, channels: int, decoding: Decoding) -> str | No
 def to_tensor(
     image: Image.Image, channels: int, decoding: Decoding, min_size: MinSize | None = None
 ) -> Tensor:
-    """Return what `upright` returns as a uint8 tensor [channels, height, width]."""
+    """Return the image of `upright` as a uint8 tensor [channels, height, width]."""
     return pixels_of(upright(image, channels, decoding, min_size))
 
 
@@ -169,7 +169,7 @@ def upright(
 
 
 def pixels_of(image: Image.Image) -> Tensor:
-    """Return the pixels [channels, height, width] of a Pillow image as it is.
+    """Return the pixels [channels, height, width] of a Pillow image unchanged.
 
     `pil_to_tensor` of torchvision takes twice as long for a small image.
     """
@@ -239,7 +239,7 @@ def _open(path: str | Path, channels: int, decoding: Decoding) -> Image.Image | 
 
 
 def _open_pillow(path: str | Path | BytesIO, decoding: Decoding) -> Image.Image:
-    """Open an image that Pillow reads, whatever its file name."""
+    """Open an image that Pillow reads regardless of its file name."""
     # Pillow has one limit for the process, above which it warns. The limit is raised, never lowered.
     if Image.MAX_IMAGE_PIXELS is not None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, decoding.max_pixels)
@@ -257,7 +257,7 @@ def _read_tiff(path: str | Path, channels: int, decoding: Decoding) -> Array:
         import tifffile
     except ImportError:
         raise DataError("this kind of TIFF file needs tifffile: pip install tifffile") from None
-    # What it logs is an exception, or does not concern the pixels.
+    # Its log repeats exceptions or does not concern the pixels.
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)
     with tifffile.TiffFile(unpacked(path) or path) as file:
         page = file.pages[0]

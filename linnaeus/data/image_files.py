@@ -63,7 +63,7 @@ class Listing:
         paths: path of each image, relative to `root` or absolute.
         lineages: class names that images have, coarse to fine, each once.
         lineage_ids: the position in `lineages` of the class names of each image.
-        groups: the group of each image, which a hold-out must not divide; None where there is none.
+        groups: the group of each image, which a hold-out must not divide; None if there is none.
         is_table: whether a table lists the files, so that some may be missing.
     """
 
@@ -184,7 +184,7 @@ class FileSplits:
     """The image files of a run, which rank 0 finds and sends to the other ranks.
 
     Attributes:
-        train, val, test: the splits, without transforms; `test` is None where there is none.
+        train, val, test: the splits, without transforms; `test` is None if there is none.
         index: the labels of class names.
         report: sentences for the user.
         source: the folder or manifest.
@@ -410,7 +410,7 @@ def grouped_split(
     """Hold out one of `num_folds` parts of the groups, with about the same strata in each.
 
     A group stays in training where a stratum would have no training sample without it. A sample without a
-    group is one of its own. The choice depends on the names alone.
+    group is its own group. The choice depends only on the names.
 
     Returns:
         As `stratified_split`.

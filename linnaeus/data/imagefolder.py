@@ -62,7 +62,7 @@ def read_folders(
     wanted = (held_out or ["train"])[:1] if evaluated else SPLITS
     if "train" in wanted:
         _require_training(folders, dataset)
-    # The LEVELS of a run need not be those of other data.
+    # Other data may have other LEVELS than the run.
     levels = None if evaluated and num_run_levels is None else dataset.LEVELS
     splits: dict[str, Listing] = {}
     depth = num_run_levels
@@ -187,8 +187,8 @@ def _read_folder(
     for image, part in zip(images, parts, strict=True):
         if not part:
             raise DataError(
-                f"{folder / image}: an image in no class folder; move it into that of its class, or list "
-                "images and classes in a manifest (data=manifest)"
+                f"{folder / image}: is in no class folder; move it into one, or list images and classes "
+                "in a manifest (data=manifest)"
             )
     num_named = len(dataset.LEVELS or ())
     below = [image for image, part in zip(images, parts, strict=True) if len(part) > num_named]
@@ -267,8 +267,8 @@ def _check_depth(
         raise DataError(
             f"{folder}: {len(odd)} of {counted(len(images), 'image')} are not in "
             f"{counted(usual, 'class folder')} like most: {several([*first.values()][::-1])}; every level of "
-            "folders is a level of the taxonomy. Move these images, set DATA.DATASET.ALLOW_COARSE True where "
-            "finer labels are unknown, or name the levels in DATA.DATASET.LEVELS where deeper ones are none"
+            "folders is a level of the taxonomy. Move these images, set DATA.DATASET.ALLOW_COARSE True if "
+            "finer labels are unknown, or name the levels in DATA.DATASET.LEVELS if deeper ones are none"
         )
 
 

@@ -70,7 +70,7 @@ class SeededBatches(Dataset[Any]):
 
     Collating draws on from the generators' state after the last sample, and so do the choices for the device.
     Batches are mixed in the first `mixed_epochs` epochs. Where training images change their
-    size, `resized` holds the dataset from each epoch on, so that workers need not start anew.
+    size, `resized` holds the dataset from each epoch on, so that workers need not restart.
 
     Seeding takes longer than a small sample in memory. The training process therefore does without it while
     no sample draws a number. The first batch that draws one is read again, and all later ones are seeded.
@@ -188,7 +188,7 @@ class BatchLoader:
             persistent_workers=workers > 0,
             pin_memory=config.PIN_MEMORY and world.device.type == "cuda",
             worker_init_fn=partial(_start_worker, self._closing),
-            # Without one of its own, torch's loader draws from the global generator at every epoch.
+            # Without its own generator, torch's loader draws from the global generator at every epoch.
             generator=torch.Generator().manual_seed(seed),
         )
         # At the latest when the interpreter ends: it then sends SIGTERM to the worker processes, and waits.
@@ -289,7 +289,7 @@ def build_loaders(
     seed: int,
     mixed_epochs: int = sys.maxsize,
 ) -> Loaders:
-    """Loaders of all splits. Validation keeps every sample, training those that `sizes` asks for.
+    """Loaders of all splits. Validation keeps every sample, training only the samples of `sizes`.
 
     Args:
         config: the DATA node.

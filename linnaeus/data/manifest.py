@@ -74,7 +74,7 @@ class Table:
         rows: the other cells, categories of texts, by position in `images`.
         dataset: the DATA.DATASET node.
         split: the split that a column gives to the rows, where it is not the split of the file.
-        root: folder that paths start from; None where it is to be found.
+        root: folder that paths start from; None to search for it.
     """
 
     path: Path
@@ -97,7 +97,7 @@ class Table:
         return [name for name in self.rows if name != self.group_column]
 
     def find(self, name: str) -> str | None:
-        """The column of this name, whatever its case; None where there is none, but for that of images."""
+        """Return the column of this name, ignoring case, except the image column; else None."""
         return _find(self.rows, name)
 
     def require(self, names: Sequence[str], key: str | None) -> list[str]:
@@ -303,9 +303,9 @@ def read_evaluated_tables(
 def _split_tables(
     dataset: DatasetConfig, readers: Mapping[str, Callable[[], Table]], notes: list[str]
 ) -> dict[str, Table]:
-    """Return the rows of each split that there is: those of its manifest, divided by its column of splits.
+    """Return the rows of each existing split, from its manifest or from a split column.
 
-    A column of splits moves rows from the training manifest to a split without a manifest of its own.
+    A split column moves rows from the training manifest to a split without its own manifest.
     """
     if dataset.FOLD is not None and {"train", "val"} <= readers.keys():
         raise ConfigError("DATA.DATASET.FOLD: there is a validation split; leave FOLD out")
@@ -469,7 +469,7 @@ def _columns_of_levels(
         held = several([*map(repr, [table.image, *table.rows])])
         raise DataError(
             f"{table.path}, line 1: no column {' or '.join(map(repr, names))} with labels, but {held}; "
-            f"name those of {', '.join(names)}, in this order, in DATA.DATASET.LEVELS"
+            f"name the columns of {', '.join(names)}, in this order, in DATA.DATASET.LEVELS"
         )
     return columns
 

@@ -1,4 +1,4 @@
-"""The device's part of preparing a batch: normalisation, erasing, and Mixup and CutMix of pairs of samples.
+"""The device's part of preparing a batch: normalization, erasing, and Mixup and CutMix of pairs of samples.
 
 Shapes: B is the number of samples in a batch, L the number of levels, C the sum of the classes of
 all levels.
@@ -96,7 +96,7 @@ class DeviceTransform:
 
     Attributes:
         normalise: for pixels (uint8); other inputs are inputs of the model already.
-        erasing: erases rectangles of normalised pixels, in training.
+        erasing: erases rectangles of normalized pixels, in training.
         mixing: Mixup and CutMix, in training.
     """
 
@@ -126,7 +126,7 @@ class DeviceTransform:
     ) -> dict[str, Any] | None:
         """Draw the `choices` of a training batch, from torch's global generator.
 
-        `mixes` is whether its epoch is mixed; with `always`, the batch is mixed whatever the probability.
+        `mixes` is whether its epoch is mixed; with `always`, the batch is always mixed.
         """
         choices: dict[str, Any] = {}
         if self.mixing is not None and mixes:
@@ -170,7 +170,7 @@ def soft_targets(labels: Tensor, num_classes: Sequence[int]) -> Tensor:
 
 
 def one_hot(labels: Tensor, num_classes: int) -> Tensor:
-    """Which class each label names, as bool [B, num_classes]; False throughout where it is unknown (-1).
+    """Return the class of each label as bool [B, num_classes]; all False if it is unknown (-1).
 
     Unlike `torch.nn.functional.one_hot` it reads no value, so it can be traced.
     """
@@ -180,7 +180,7 @@ def one_hot(labels: Tensor, num_classes: int) -> Tensor:
 def build_device_transform(
     augment: AugmentConfig, taxonomy: Taxonomy | None, preprocessing: Preprocessing | None
 ) -> DeviceTransform:
-    """The device's part of `DATA.AUGMENT`; without a preprocessing, inputs are neither normalised nor erased.
+    """The device's part of `DATA.AUGMENT`; without a preprocessing, inputs are neither normalized nor erased.
 
     Raises:
         ConfigError: mixing is on, and there are no classes.

@@ -69,9 +69,9 @@ class EpochSampler(Sampler[SampleKey]):
 class ClassSampler(EpochSampler):
     """Draws each class of the finest level in a given proportion, with replacement.
 
-    An epoch is as long as ever. A class's number of draws differs from its share of the epoch by less than
+    An epoch keeps its length. A class's number of draws differs from its share of the epoch by less than
     one; within a class each draw takes any sample with equal probability. A sample whose finest label is
-    unknown counts for its finest known class, as a class of its own beside the others. A sample without any
+    unknown counts for its finest known class, as a separate class. A sample without any
     label is never drawn.
 
     Args:

@@ -57,7 +57,7 @@ def _columns(dataset: Any, taxonomy: Taxonomy) -> tuple[list[str], dict[str, Any
         names = {
             level.name: np.array([*map(escape, level.classes), ""], dtype=object)[labels]
             for level, labels in zip(taxonomy.levels, targets.T, strict=True)
-        }  # the last name is that of -1
+        }  # index -1 is the last name
         return files, names
     (level,), separator = taxonomy.levels, taxonomy.separator
     classes = np.array(level.classes, dtype=object)

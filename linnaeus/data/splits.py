@@ -154,7 +154,7 @@ def is_flags(cells: Iterable[str]) -> bool:
 
 
 def parse_split_cells(column: str, cells: Iterable[str]) -> dict[str, str] | None:
-    """Return the split that each value of a manifest's column means; None where it is no column of splits.
+    """Return the split that each value of a manifest's column means; None if it is not a split column.
 
     >>> parse_split_cells("Set", ["Training", "Test"]), parse_split_cells("is_valid", ["True", "False"])
     ({'Test': 'test', 'Training': 'train'}, {'False': 'train', 'True': 'val'})
@@ -173,7 +173,7 @@ def parse_split_cells(column: str, cells: Iterable[str]) -> dict[str, str] | Non
 def find_column(
     columns: Mapping[str, Sequence[str]], given: str | None, *, is_strict: bool
 ) -> tuple[str, dict[str, str]] | None:
-    """Return the column of splits of a manifest, and the split of each of its values; None where it has none.
+    """Return the column of splits of a manifest, and the split of each of its values; None if it has none.
 
     Args:
         columns: the cells of each column.

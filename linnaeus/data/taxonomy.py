@@ -76,7 +76,7 @@ class Taxonomy:
                 UNKNOWN <= p < len(above.classes) for p in row
             ):
                 raise DataError(
-                    f"the parents of level {level.name!r} do not fit its classes and those of {above.name!r}"
+                    f"the parents of level {level.name!r} do not match its classes and level {above.name!r}"
                 )
 
     @property
@@ -109,7 +109,7 @@ class Taxonomy:
         """
         found = [UNKNOWN if low < high else label for label in range(len(self.levels[low].classes))]
         for depth in range(low, high, -1):
-            row = (*self.parents[depth - 1], UNKNOWN)  # the last one is that of -1
+            row = (*self.parents[depth - 1], UNKNOWN)  # index -1 is the last one
             found = [row[label] for label in found]
         return tuple(found)
 

@@ -1,4 +1,4 @@
-"""Augmentation and resizing of uint8 tensors [C, H, W], and normalisation."""
+"""Augmentation and resizing of uint8 tensors [C, H, W], and normalization."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _POLICIES: dict[str, Callable[[], Any]] = {
 }
 
 _LUMINANCE = (0.299, 0.587, 0.114)
-"""Parts of red, green and blue in grey (ITU-R BT.601), with which Pillow reads colour images as grey ones."""
+"""Parts of red, green and blue in grey (ITU-R BT.601), with which Pillow reads color images as grey ones."""
 _MOST_PIXELS_IN_PILLOW = 128 * 128
 """Up to this size, Pillow augments an image faster than torch does, whose calls take longer."""
 
 
 class ResizeCenterCrop:
-    """Resize an image, then crop or pad it around its centre, with the arithmetic of timm.
+    """Resize an image, then crop or pad it around its center, with the arithmetic of timm.
 
     Args:
         size: height and width of the result, in pixels.
@@ -225,7 +225,7 @@ class Pipeline:
         rows, columns = (2.0 * side for side in step.size)
         if not isinstance(step, RandomCrop):
             return rows / step.fraction, columns / step.fraction
-        if min(height / rows, width / columns) < 2:  # no scale is small enough, whatever the crop
+        if min(height / rows, width / columns) < 2:  # no scale is small enough for any crop
             return height, width
         state = random.getstate()
         _, _, crop_height, crop_width = step.draw(height, width)
@@ -306,15 +306,15 @@ def _parameter_kinds(function: Callable[..., Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image becomes the input of a model, without augmentation.
+    """Preprocessing that turns an image into the input of a model, without augmentation.
 
     Attributes:
         channels: of image and input, 1 (grey) or 3 (RGB) for files.
         size: height and width of the input, in pixels.
-        crop_fraction: fraction of the resized image's side that the centre crop keeps, in (0, 1].
+        crop_fraction: fraction of the resized image's side that the center crop keeps, in (0, 1].
         mean, std: of each channel, on the 0-1 scale.
-        interpolation, resize: those of `ResizeCenterCrop`; the defaults are those of files without them.
-        decoding: of files; the default is that of runs which recorded none.
+        interpolation, resize: as in `ResizeCenterCrop`. The defaults apply to files that do not record them.
+        decoding: decoding of files. The default applies to runs that did not record it.
     """
 
     channels: int
@@ -370,7 +370,7 @@ def build_transforms(
     """The pipelines of training and validation.
 
     Random choices use torch's global generator, which the loader seeds for each sample. `size` is height and
-    width in pixels. For grey images the MEAN and STD of red, green and blue become those of grey.
+    width in pixels. For grey images, MEAN and STD of red, green and blue are converted to grey.
 
     Raises:
         ConfigError: a key that does not fit the number of channels, or a transform of TRAIN that cannot be
@@ -378,7 +378,7 @@ def build_transforms(
     """
     values = {"MEAN": augment.MEAN, "STD": augment.STD}
     if channels == 1 and all(value is not None and len(value) == 3 for value in values.values()):
-        # Exact for the mean; the deviation is that of channels which vary together, as in photographs.
+        # Exact for the mean. The deviation assumes that channels vary together, as in photographs.
         values = {key: [sum(map(operator.mul, _LUMINANCE, value))] for key, value in values.items()}  # type: ignore[arg-type]
     problems = [
         f"DATA.AUGMENT.{key}: {len(value)} values, but the images have {channels} channel(s); give as many, "

@@ -67,7 +67,7 @@ class UserDataset(Dataset[Any]):
 
     @property
     def targets(self) -> Tensor | None:
-        """Labels [N, L] of all samples, from the dataset's own `targets`; None where it has none.
+        """Labels [N, L] of all samples, from the dataset's own `targets`; None if it has none.
 
         Raises:
             DataError: they are of another form, or not one for each sample.
@@ -111,7 +111,7 @@ class UserDataset(Dataset[Any]):
 
 
 def _plain_label(target: Any) -> int | tuple[int, ...] | None:
-    """Return a target as Python's own whole numbers; None where it is anything else."""
+    """Return a target as Python's own whole numbers; None for anything else."""
     value = target.tolist() if hasattr(target, "tolist") else target
     if isinstance(value, list | tuple) and all(type(each) is int for each in value):
         return tuple(value)
@@ -363,8 +363,8 @@ def _class_names(classes: Any, name: str) -> tuple[str, ...]:
 def _all_targets(dataset: Any, taxonomy: Taxonomy, name: str) -> Tensor | None:
     """The labels of all samples of a user's dataset, from its attribute `targets`, without reading a sample.
 
-    It holds one target for each sample; None where there is no such attribute. A `target_transform`, as in
-    torchvision's datasets, is applied. For a `Subset`, they are those of the dataset in it at its indices.
+    It holds one target for each sample; None if there is no such attribute. A `target_transform`, as in
+    torchvision's datasets, is applied. A `Subset` takes the targets of its dataset at its indices.
     """
     targets = getattr(dataset, "targets", None)
     if targets is None:
@@ -384,7 +384,7 @@ def _all_targets(dataset: Any, taxonomy: Taxonomy, name: str) -> Tensor | None:
 
 
 def _row(target: Any, taxonomy: Taxonomy, where: str) -> Any:
-    """Return the labels of a sample: those of {name of the level: label} in order, else the target itself."""
+    """Return the labels of a sample: the values of {level: label} in level order, or the target itself."""
     if not isinstance(target, Mapping):
         return target
     strange = [str(name) for name in target if name not in taxonomy.names]
@@ -411,7 +411,7 @@ def _labels(values: Any, num_samples: int | None, taxonomy: Taxonomy, where: str
     """Labels [N, L], int64, one per level, -1 where unknown, from whole numbers of any type.
 
     Args:
-        values: [N, L], or [N] where there is one level; without the N for a single sample.
+        values: [N, L], or [N] with one level; without the N for a single sample.
         num_samples: N; None for a single sample.
 
     Raises:

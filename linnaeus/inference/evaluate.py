@@ -1,4 +1,4 @@
-"""A trained run on labelled data: the validation step of training, and metrics beyond those that it logs."""
+"""A trained run on labeled data: the validation step of training, and metrics beyond those that it logs."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def assemble_evaluation(
         config: the TRAIN node; precision, memory format and compilation are read from it.
 
     Returns:
-        The step as part of an assembly, as the search for a batch size takes it, and what the step updates.
-        The model takes no gradients; the optimizer has one parameter that belongs to nothing.
+        The step in an assembly, as the search for a batch size needs it, and the objects that it updates. The
+        model takes no gradients, and the optimizer has one unused parameter.
 
     Raises:
         CheckpointError: the state of the loss does not fit.
@@ -126,8 +126,8 @@ def check_takes_size(trained: TrainedRun, preprocessing: Preprocessing) -> None:
             ) from error
         before = "x".join(map(str, trained.spec.preprocessing.size))
         raise ConfigError(
-            f"DATA.IMG_SIZE: this model takes no images of {height}x{width} pixels, only those of its "
-            f"training, {before}: {first_line(error)}; leave DATA.IMG_SIZE out"
+            f"DATA.IMG_SIZE: this model does not take images of {height}x{width} pixels, only {before} as in "
+            f"training: {first_line(error)}; leave DATA.IMG_SIZE out"
         ) from error
 
 
@@ -167,7 +167,7 @@ def evaluate(
         remedies = ", ".join(validation_remedies(origin))
         raise OutOfMemoryError(
             f"out of memory in the evaluation, with batches of {origin.size}: {first_line(error)}. "
-            f"{origin.sentence}. What takes less: {remedies}"
+            f"{origin.sentence}. Remedies: {remedies}"
         ) from error
     values = metrics.logged.compute(world)
     assert values is not None  # no rank breaks off
@@ -181,7 +181,7 @@ def evaluated_preprocessing(
     """Return the run's preprocessing, with other attributes.
 
     Raises:
-        ConfigError: the run's dataset gave tensors, so that there is none to change.
+        ConfigError: the run's dataset gave tensors, so there is no preprocessing to change.
     """
     before = trained.spec.preprocessing
     if before is None and changes:

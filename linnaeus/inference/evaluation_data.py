@@ -1,4 +1,4 @@
-"""The data of an evaluation, with the labels of the run: whatever classes, order and levels the data has."""
+"""The data of an evaluation, with the labels of the runfor any classes, order and levels of the data."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class EvaluationRequest:
 
 
 def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) -> EvaluationData:
-    """Return the samples that a request names, with the labels of the run; `on_main` is that of `build_data`.
+    """Return the samples of a request with the labels of the run. `on_main` is passed to `build_data`.
 
     Raises:
         ConfigError: a key that does not fit the data or the run.
@@ -97,9 +97,7 @@ def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) ->
     config = replace(config, AUGMENT=replace(config.AUGMENT, TRAIN=[]))
     bundle = build_data(config, seed=request.seed)
     if request.index is None or bundle.taxonomy != request.index.taxonomy:
-        raise DataError(
-            f"DATA.DATASET.NAME: the classes of {dataset.NAME!r} are not those of the run"
-        )
+        raise DataError(f"DATA.DATASET.NAME: the classes of {dataset.NAME!r} differ from the run's")
     if request.preprocessing is not None:
         bundle.val.transform = request.preprocessing.transform()  # type: ignore[attr-defined]
     return _evaluated(bundle, request, dataset.NAME, _VALIDATION, [])
@@ -196,8 +194,8 @@ def _found_listing(
         return listing, "all samples, as there is no validation split", files.level_names
     if files.make_index() != index:
         raise DataError(
-            f"{listing.source}: its classes are not those of the run any more, so the "
-            "samples that it held out cannot be told from others; name the data to evaluate in "
+            f"{listing.source}: its classes have changed since the run, so its held-out samples "
+            "are unknown; name the data to evaluate in "
             "DATA.DATASET.VAL"
         )
     _, held_out = hold_out(listing, dataset, report, taxonomy)
@@ -205,7 +203,7 @@ def _found_listing(
 
 
 def _saved_validation(request: EvaluationRequest) -> Listing | None:
-    """The validation split that the run has saved; None where it has not, or its images are elsewhere now."""
+    """The validation split that the run has saved; None if it has not, or its images are elsewhere now."""
     file = request.split_file
     if file is None or not file.is_file():
         return None
@@ -234,7 +232,7 @@ def _aligned(
     missing = [level for level, column in enumerate(columns) if column < 0]
     if len(missing) == len(wanted):
         raise DataError(
-            f"{source}: its levels {', '.join(level_names or ())} are not those of the run, "
+            f"{source}: its levels {', '.join(level_names or ())} differ from the run's levels "
             f"{', '.join(wanted)}"
         )
     if missing:
@@ -253,9 +251,7 @@ def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -
     """Give the missing columns of targets [N, L] the parents of the labels one level below, in place."""
     for level in sorted(missing, reverse=True):
         if level + 1 < len(taxonomy.levels):
-            parents = torch.tensor(
-                [*taxonomy.parents[level], UNKNOWN]
-            )  # the last one is that of -1
+            parents = torch.tensor([*taxonomy.parents[level], UNKNOWN])  # index -1 is the last one
             targets[:, level] = parents[targets[:, level + 1]]
 
 
@@ -281,7 +277,7 @@ def _user_data(request: EvaluationRequest) -> EvaluationData:
         index.taxonomy.is_multilabel,
     ):
         raise DataError(
-            f"{name}: its classes are not those of the run, and labels of a `_target_` dataset are numbers; "
-            "give it the classes of the run, in their order"
+            f"{name}: its classes differ from the run's, and labels of a `_target_` dataset are numbers; "
+            "give it the classes of the run in their order"
         )
     return _evaluated(bundle, request, name, "split val", report)

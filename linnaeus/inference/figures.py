@@ -21,7 +21,7 @@ from linnaeus.training.losses import log_probabilities, logits_per_level
 NUM_BINS = 15
 """Bins of equal width over the confidences 0 to 1."""
 HELD_ON_DEVICE = 8192
-"""Samples whose predictions wait on the device, so that few batches synchronise with the host."""
+"""Samples whose predictions wait on the device, so that few batches synchronize with the host."""
 
 
 class EvaluationMetrics:
@@ -192,7 +192,7 @@ class LevelFigures:
 
         Args:
             level: its name and classes.
-            labels: [N, 2], true and predicted; a true one is -1 where it is unknown.
+            labels: [N, 2], true and predicted; a true one is -1 if unknown.
             log_p: [N, 2], log-probabilities of the true and of the predicted class.
 
         Raises:
@@ -310,7 +310,7 @@ def _binned(confidences: Tensor, is_correct: Tensor) -> Tensor:
     """Samples, sum of confidences and correct ones [3, NUM_BINS] by confidence [N], float64.
 
     A bin has its lower edge and not its upper one, as in torchmetrics; the last one has both. Edges are
-    those of float32, as the confidences.
+    rounded to float32, like the confidences.
     """
     edges = torch.linspace(0, 1, NUM_BINS + 1)
     bins = (torch.bucketize(confidences.float(), edges, right=True) - 1).clamp(0, NUM_BINS - 1)
@@ -320,7 +320,7 @@ def _binned(confidences: Tensor, is_correct: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far mistakes at the finest level are off in the taxonomy.
+    """Distance of mistakes at the finest level in the taxonomy.
 
     The distance of a mistake is the number of edges from the finest level up to the lowest common ancestor
     of the true and the predicted class: 1 for two species of a genus, and the number of levels for two that

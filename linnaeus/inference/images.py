@@ -25,7 +25,7 @@ class Reader:
     """Makes inputs of a model from images, as validation does.
 
     Files, Pillow images, arrays and tensors of pixels are converted to the model's channels, resized, cropped
-    and normalised. Where the run's dataset gave tensors, a tensor of the model's own shape is the input as it
+    and normalized. Where the run's dataset gave tensors, a tensor of the model's own shape is the input as it
     is, and nothing else is taken.
 
     Args:
@@ -79,7 +79,7 @@ class Reader:
             return array_to_tensor(image, channels, decoding)
         if not isinstance(image, str | os.PathLike | Image.Image):
             raise DataError(
-                f"a {type(image).__name__} is no image: give a path, a Pillow image, or uint8 in an array or "
+                f"{type(image).__name__} is not an image: pass a path, a Pillow image, or a uint8 array or "
                 "tensor"
             )
         if not isinstance(image, Image.Image):
@@ -94,7 +94,7 @@ class Reader:
             image = torch.from_numpy(image)
         if not isinstance(image, Tensor):
             raise DataError(
-                "the run's dataset gave tensors, so it is not known how an image file becomes an input of "
+                "the run's dataset gave tensors, so Linnaeus cannot turn an image file into an input of "
                 f"its model; in Python, give run.predict tensors {expected} as the dataset made them"
             )
         if None not in shape and tuple(image.shape) != shape:

@@ -32,9 +32,9 @@ def walk(
 ) -> Iterator[str | Unreadable]:
     """The paths that words name, in the order of the words.
 
-    Folders are walked by ascending name, files before folders, hidden ones left out; of a folder, only files
-    with the ending of an image count. What a pattern matches comes in ascending order of its parts. Beside
-    the folders above it, the names of one folder are held at a time, and all that a pattern matches.
+    Folders are walked by ascending name, files before folders, without hidden ones. In a folder, only files
+    with the ending of an image count. Matches of a pattern are sorted by their parts. Memory holds the names
+    of one folder and its parents at a time, and all matches of a pattern.
 
     Args:
         words: files, folders, patterns with `*`, `?`, `[...]` or `**`, and `-`.

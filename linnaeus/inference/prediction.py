@@ -44,11 +44,11 @@ class Prediction:
         source: the path, or the position of an image that came without one.
         levels: for each level, coarse to fine, the most probable classes with their probabilities, the best
             one first. Where images have several labels, those from the threshold on, perhaps none.
-        path: the most probable consistent path; None where it was not asked for.
+        path: the most probable consistent path; None if not requested.
         separator: of the names in a table where images have several labels; None is one label each.
         certain: the finest level whose best class reaches the threshold, that class and its probability;
             empty names where no level does. None without a threshold.
-        features: the embedding [F] before the head, float32 on the CPU; None where it was not asked for.
+        features: the embedding [F] before the head, float32 on the CPU; None if not requested.
     """
 
     source: str | int

@@ -98,7 +98,7 @@ class Predictor:
                 )
             if self.tta and run.spec.preprocessing is None:
                 raise ConfigError(
-                    f"tta={self.tta}: the dataset of {run.checkpoint} gave tensors, which may be no images; "
+                    f"tta={self.tta}: the dataset of {run.checkpoint} gave tensors, which may not be images; "
                     "leave it out"
                 )
         assert first.taxonomy is not None
@@ -108,10 +108,12 @@ class Predictor:
                 "path=True: the run has several labels for an image and no path; leave it out"
             )
         if self.features and len(self.runs) > 1:
-            raise ConfigError("features=True: takes one run, as each has embeddings of its own")
+            raise ConfigError(
+                "features=True: takes one run, because each run has its own embeddings"
+            )
         if self.features and not isinstance(first.model, HierarchicalClassifier):
             raise ConfigError(
-                "features=True: the model is one of your own, whose head is not known; leave it out"
+                "features=True: Linnaeus does not know the head of your own model; leave it out"
             )
         if self.top is None and not self.taxonomy.is_multilabel:
             self.top = 5

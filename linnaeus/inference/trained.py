@@ -185,7 +185,7 @@ def load_run(
     Raises:
         CheckpointError: there is no such run or checkpoint, or it cannot be used.
         ConfigError: the model cannot be built, or there is no such device.
-        TrustError: the run names a model of your own, and `trust_code` is False.
+        TrustError: the run names your own model, and `trust_code` is False.
     """
     try:
         target = resolve_device(str(device))

@@ -49,8 +49,8 @@ class BudgetResult:
 
     Attributes:
         budget: the largest cost of a batch that ran within the memory.
-        padded: as asked for.
-        max_samples: as asked for.
+        padded: as requested.
+        max_samples: as requested.
         costs: of each sample, for `BudgetBatchSampler`.
         search: with every trial; its `batch_size` is the budget.
     """
@@ -131,7 +131,7 @@ def find_budget(
         ends = Ends(dataset, collate, costs, unit, padded=padded, max_samples=max_samples)
         if ends.pads and not padded:
             raise ValueError(
-                "collate pads: some samples have more values in one batch than in batches of their own. Give "
+                "collate pads: some samples have more values in one batch than alone. Give "
                 "padded=True"
             )
 
@@ -245,7 +245,7 @@ class Ends:
     Attributes:
         costs, unit, padded, max_samples: of the batches.
         least, most: the smallest and the largest budget: of the longest sample, and of all samples.
-        pads: whether a batch of long and short samples has more values than these in batches of their own.
+        pads: whether a batch of long and short samples has more values than these alone.
     """
 
     def __init__(
@@ -410,7 +410,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
         if fewest > most * num_replicas:
             raise ValueError(
                 f"num_replicas is {num_replicas}, but {len(self._costs)} samples in {fewest} batches cannot "
-                "be shared out equally; raise the budget, or use fewer ranks"
+                "be divided equally; raise the budget, or use fewer ranks"
             )
 
     def __len__(self) -> int:
@@ -425,7 +425,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
         self._skip = 0
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Begin an epoch, after so many of its batches; the epoch of a loaded state begins where it was."""
+        """Begin an epoch after a number of its batches. The epoch of a loaded state continues there."""
         check_number("epoch", epoch, Integral, ge=0)
         check_number("skip", skip, Integral, ge=0, le=len(self))
         if skip or epoch != self._epoch:
@@ -454,7 +454,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
         """This rank's batches of the epoch."""
         generator, wanted = self._generator(), len(self) * self.num_replicas
         while len(batches := self._drawn(generator)) > wanted:
-            pass  # rarely: samples drawn anew take fewer batches
+            pass  # rarely: another draw of samples takes fewer batches
         while missing := wanted - len(batches):
             largest = nlargest(missing, range(len(batches)), key=lambda place: len(batches[place]))
             for place in sorted(largest, reverse=True):

@@ -30,7 +30,7 @@ SET_BY_ADAPTER = {"step", "make_batch", "state", "mode", "device", "bounds", "gr
 """Arguments of `auto_find_batch_size` that an adapter sets itself."""
 
 NOTABLE_GROWTH = 4
-"""A batch that has grown by more than this factor asks for another learning rate."""
+"""A batch that has grown by more than this factor may need another learning rate."""
 
 NOTABLE_BYTES = 2**20
 """Smallest outputs kept by a loop that count."""
@@ -49,7 +49,7 @@ def checked_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         options: by the names of arguments of `auto_find_batch_size`.
 
     Raises:
-        TypeError, ValueError: a name that is none of those, or in `SET_BY_ADAPTER`; a value of the wrong
+        TypeError, ValueError: a name that is not one of them, or is in `SET_BY_ADAPTER`; a value of the wrong
             type, or out of its range.
     """
     allowed = inspect.signature(auto_find_batch_size).parameters.keys() - SET_BY_ADAPTER
@@ -73,7 +73,7 @@ def find_size(
     make_batch: Callable[[int], Any],
     options: Mapping[str, Any],
     known: int | None = None,
-    source: str = "the run that is resumed",
+    source: str = "the resumed run",
     *,
     control: ControlPlane | None,
     looks: Collection[Largest],
@@ -81,9 +81,9 @@ def find_size(
     bounds: Mapping[str, int] | None = None,
     **arguments: Any,
 ) -> AutoBatchResult:
-    """Search; where a size is known, run this once, and search below it only if it must be.
+    """Search for a size. Run a known size once, and search below it only if it does not fit.
 
-    Where larger samples may exist than those looked at, the size found is divided by the estimated margin,
+    If larger samples may exist than the samples looked at, the size found is divided by the estimated margin
     and the smaller size is run.
 
     Args:
@@ -93,7 +93,7 @@ def find_size(
         known: a size, the same on every rank.
         source: origin of the known size, for the warning of a smaller one.
         control: of the ranks that search together.
-        looks: at the samples of which batches are made; they bound the size by host memory.
+        looks: samples examined for the largest batch; they bound the size by host memory.
 
     Raises:
         AutoBatchError: no size fits.
@@ -161,12 +161,12 @@ class WholeLoop:
         """Run a step, and after the second one the loop's last one too if the loop keeps a notable amount.
 
         Args:
-            run: the step; returns what the loop keeps beside what the step itself keeps.
+            run: the step; returns objects that the loop keeps in addition to the step's own.
             number: of the step in its trial, from 1.
             num_steps: of the loop.
 
         Returns:
-            What `run` has returned. The caller holds it until the next step.
+            The value of `run`. The caller holds it until the next step.
         """
         kept = run()
         if number == 1:
@@ -201,7 +201,7 @@ class WholeLoop:
         for part in filter(is_optimizer, self._state):
             once |= {*map(id, nest.tensors(list(part.state.values())))}
         sizes = dict[int, int]()
-        for each in gc.get_objects():  # the search freezes what was there before it
+        for each in gc.get_objects():  # the search has frozen earlier objects
             if type(each) is not torch.Tensor or id(each) in once:
                 continue
             if each.device.type == self._device.type and each.layout is torch.strided:
@@ -211,7 +211,7 @@ class WholeLoop:
 
 
 def warn_of_growth(before: int, after: int) -> None:
-    """Say where the samples of a step have become so many that the learning rate is another question."""
+    """Warn if the samples of a step have grown so much that the learning rate may be wrong."""
     if after > NOTABLE_GROWTH * before:
         logger.warning(
             "warning: a step takes %d samples, %.3g times as many as before (%d): check the learning rate",
@@ -249,7 +249,7 @@ def divisor_of(
     text = f"AutoBatch: effective_batch_size is {effective_batch_size}"
     if epoch is not None and effective_batch_size > epoch * world_size:
         raise AutoBatchError(
-            f"{text}, above what an epoch holds, {epoch * world_size} samples; lower it"
+            f"{text}, above the {epoch * world_size} samples of an epoch; lower it"
         )
     smallest = smallest_size([model], "train", min(options["min_batch_size"], largest), largest)
     multiple = options["multiple_of"] if largest >= options["multiple_of"] else 1
@@ -266,5 +266,5 @@ def divisor_of(
     raise AutoBatchError(
         f"{text}, {effective_batch_size / world_size:g} for each rank, which no batch size from "
         f"{smallest} to {largest}{f' in multiples of {multiple}' if multiple > 1 else ''} divides; "
-        f"{' or '.join(map(str, near)) or 'another size'} would do"
+        f"{' or '.join(map(str, near)) or 'another size'} would fit"
     )

@@ -29,11 +29,11 @@ from linnaeus.autobatch.state.rng import preserved_generators
 STORED = ("length", "lengths")
 """Columns in which the samples' lengths are looked for."""
 PROBED = 64
-"""Samples whose batches tell whether samples differ in size."""
+"""Number of samples whose batches show whether sizes differ."""
 LOOKED_AT, LOOK_S = 2000, 30.0
-"""The most samples that are looked at where they differ, and for how long."""
+"""Maximum number of samples to look at if their shapes differ, and the seconds for it."""
 PARTS = 8
-"""Parts of the samples looked at: how their largest differ from that of all tells how far it may grow."""
+"""Number of parts of the samples looked at. Their largest samples show how far the largest may grow."""
 
 _CPU = torch.device("cpu")
 _LOADING = (
@@ -74,7 +74,7 @@ def longest(
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of its range, an empty dataset, or a
-            `length` that does not go with the dataset.
+            `length` that cannot be used with the dataset.
     """
     check_count("n", n)
     with preserved_generators():
@@ -112,14 +112,14 @@ class Largest:
         dataset: samples by index.
         collate: makes a batch of samples.
         remedy: advice for the messages, where the largest batch cannot be known.
-        timeout_minutes: of the search, half of which the look may take.
-        device: of the search. On an accelerator, samples of batches stay in host memory; in a search of the
-            host's memory, what a loader reads for each batch counts.
+        timeout_minutes: limit of the search. Looking at samples may take half of it.
+        device: device of the search. On an accelerator, samples of batches stay in host memory. On the host,
+            the samples that a loader reads for each batch count.
         **loading: the loader's arguments, such as `num_workers`, to read the samples as it does.
 
     Attributes:
-        margin: how many times as large the largest batch of all samples may be, compared with that of the
-            samples looked at. It is estimated from how the largest grows with their number.
+        margin: ratio of the largest possible batch of all samples to the largest batch of the samples looked
+            at, estimated from its growth with their number.
 
     Raises:
         AutoBatchError: the dataset is not read by index, no tensors are found in a batch, or equal batches
@@ -140,7 +140,7 @@ class Largest:
         self._num_needed, self._remedy, self._name = 1, remedy, type(dataset).__name__
         self._loading = loading
         if not is_read_by_index(dataset):
-            raise self._refusal("it is not read by index")
+            raise self._refusal("it cannot be read by index")
         if not len(dataset):
             raise ValueError("dataset is empty; it must have a sample")
         started, seconds = time.monotonic(), min(LOOK_S, 30 * timeout_minutes)
@@ -188,7 +188,7 @@ class Largest:
                     raise self._refusal("a sample made twice has two sizes")
 
     def batch(self, size: int) -> Any:
-        """Collate the largest batch of so many samples."""
+        """Collate the largest batch of this number of samples."""
         return self._collate([copied(self._read(index)) for index in self.indices(size)])
 
     def host_bound(self, device: torch.device, num_ranks: int) -> int:
@@ -238,14 +238,14 @@ class Largest:
     def _checked(self, measured: tuple[Shapes, Shapes]) -> Shapes:
         one, other = measured
         if not one:
-            raise self._refusal("no tensor is found in a batch")
+            raise self._refusal("a batch contains no tensor")
         if one != other:
-            raise self._refusal("a batch made twice has two sizes")
+            raise self._refusal("the same batch has two sizes")
         return one
 
     def _refusal(self, why: str) -> AutoBatchError:
         return AutoBatchError(
-            f"AutoBatch: dataset {self._name}: {why}, so the largest is not known; {self._remedy}"
+            f"AutoBatch: dataset {self._name}: {why}, so the largest batch is unknown; {self._remedy}"
         )
 
 
@@ -277,7 +277,7 @@ def loading_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def copied(sample: Any) -> Any:
-    """A shallow copy, out of which a collate function may take items; an array itself: its copy has data."""
+    """Return a shallow copy from which a collate function may remove items. Arrays are returned uncopied."""
     return sample if nest.is_array(sample) else copy.copy(sample)
 
 
@@ -337,10 +337,10 @@ def num_values(sample: Any) -> int:
 def stored_lengths(
     dataset: Any, length: str | Sequence[int] | None = None, argument: str = "length"
 ) -> Sequence[Any] | None:
-    """One length for each sample, without a look at the samples; None where there are none.
+    """One length for each sample, without a look at the samples; None if there are none.
 
     Raises:
-        ValueError: a `length` that does not go with the dataset; see `longest`.
+        ValueError: a `length` that cannot be used with the dataset; see `longest`.
     """
     columns = getattr(dataset, "column_names", None) or []
     if isinstance(length, str):

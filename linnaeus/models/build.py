@@ -140,7 +140,7 @@ def set_gradient_checkpointing(model: nn.Module, enable: bool = True) -> None:
 
 
 def _known_parents(taxonomy: Taxonomy) -> tuple[tuple[int, ...], ...]:
-    """The parents, of which each level must know at least one."""
+    """Return the parents. Each level must know at least one."""
     for above, level, row in zip(
         taxonomy.levels, taxonomy.levels[1:], taxonomy.parents, strict=False
     ):
@@ -161,7 +161,7 @@ def _backbone(
     *,
     is_resized: bool = False,
 ) -> tuple[nn.Module, Source, SavedWeights | None]:
-    """The backbone, where timm has it from, and what was read from a file; None where nothing was."""
+    """Return the backbone, its source in timm, and the tensors read from a file, if any."""
     for argument in _OTHER_KEYS.keys() & node.KWARGS.keys():
         raise ConfigError(
             f"MODEL.KWARGS.{argument}: {node.KWARGS[argument]!r}; use {_OTHER_KEYS[argument]} instead"

@@ -55,7 +55,7 @@ class Freezing:
             self._model.train(self._model.training)
 
     def ends_within(self, num_epochs: int) -> bool:
-        """Whether everything trains in the last of so many epochs."""
+        """Whether all parameters train in the last of these epochs."""
         return self._unfreeze_epoch is not None and self._unfreeze_epoch <= num_epochs
 
     @contextmanager
@@ -94,13 +94,13 @@ def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> F
     """Find the parameters that `MODEL.FREEZE` or `MODEL.LORA` freezes, without freezing them yet.
 
     Raises:
-        ConfigError: a pattern matches nothing, everything is frozen, or a model of one's own is to be
+        ConfigError: a pattern matches nothing, everything is frozen, or your own model is to be
             unfrozen.
     """
     if is_target(node):
         if unfreeze_epoch is not None:
             raise ConfigError(
-                f"TRAIN.UNFREEZE_EPOCH: {unfreeze_epoch}, but nothing is frozen: a model of your own has no "
+                f"TRAIN.UNFREEZE_EPOCH: {unfreeze_epoch}, but nothing is frozen: your own model takes no "
                 "MODEL.FREEZE; set it to null"
             )
         return Freezing(model)

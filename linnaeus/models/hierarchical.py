@@ -33,10 +33,10 @@ class MarginalHead(nn.Module):
 
     With a softmax over the leaves, p(class) = sum of p(child) over its children holds at every level. A leaf
     is a class without children, at any level. A class whose parent is unknown counts in its own level and in
-    no coarser one. Where there are such classes or coarse leaves, the probabilities of a level add up to less
-    than 1; the rest is that of samples that have no class at this level.
+    no coarser one. With such classes or coarse leaves, the probabilities of a level add up to less than 1.
+    The rest belongs to samples without a class at this level.
 
-    `num_classes` are those of each level, coarse to fine, and `parents` those of a `Taxonomy`.
+    `num_classes` lists the number of classes of each level, coarse to fine. `parents` is as in `Taxonomy`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ def segment_logsumexp(values: Tensor, segments: Tensor, num_segments: int) -> Te
     >>> segment_logsumexp(torch.tensor([[0.2, 0.3, 0.5]]).log(), torch.tensor([0, 0, 1]), 2).exp()
     tensor([[0.5000, 0.5000]])
     """
-    shape = (values.shape[0], num_segments + 1)  # the last column takes what is left out
+    shape = (values.shape[0], num_segments + 1)  # the last column takes the omitted values
     # A shift by the largest value of each segment, which cancels out: it needs no gradient.
     shift = values.new_full(shape, -inf).scatter_reduce(
         1, segments.expand_as(values), values.detach(), "amax"
@@ -136,7 +136,7 @@ class HierarchicalClassifier(nn.Module):
         return outputs
 
     def train(self, mode: bool = True) -> HierarchicalClassifier:
-        """Set the mode of all submodules but those of `always_eval`."""
+        """Set the mode of all submodules except `always_eval`."""
         super().train(mode)
         for name in self.always_eval:
             self.get_submodule(name).eval()
@@ -151,7 +151,7 @@ class HierarchicalClassifier(nn.Module):
         """The layer of each parameter, from the first to the last, for timm's layer-wise learning rates.
 
         The heads are in the last layer. With `coarse`, a stage counts as one layer. An `AttributeError` where
-        the backbone does not say what its layers are.
+        the backbone does not name its layers.
         """
         matcher: Any = self.backbone.group_matcher(coarse=coarse)  # type: ignore[operator]
         names = [*(name for name, _ in self.backbone.named_parameters()), _HEADS]

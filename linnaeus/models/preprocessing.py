@@ -51,7 +51,7 @@ def with_preprocessing(
     lengths = {
         len(each[key]) for each in (values, given) for key in _NORMALISATION if each.get(key)
     }
-    # Those of red, green and blue serve grey images too, and where the channels are not known.
+    # Three values, for red, green and blue, also serve grey images and unknown channels.
     channels = 3 if is_users else 1 if is_grey else data.DATASET.CHANNELS
     is_whole = values.keys() >= {*_NORMALISATION}
     if not is_whole or not (lengths == {channels} or (lengths == {3} and channels == 1)):
@@ -70,7 +70,7 @@ def _line(values: Mapping[str, Any], filled: Mapping[str, Any]) -> str:
     """Describe the preprocessing of the weights, and the run's own."""
     theirs = ", ".join(f"{key} {value}" for key, value in values.items())
     ours = ", ".join(f"{key} {filled[key]}" for key in values if filled[key] != values[key])
-    instead = f"; this run has {ours} (null takes that of the weights)" if ours else ""
+    instead = f"; this run has {ours} (null takes the weights' value)" if ours else ""
     return f"preprocessing of the weights: {theirs}{instead}"
 
 

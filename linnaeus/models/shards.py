@@ -130,7 +130,7 @@ class ShardsWriter(FileSystemWriter):
     """Writes a folder of shards."""
 
     def write_data(self, *arguments: Any) -> Any:
-        """Write this rank's tensors; raises the disk's error, which torch hides in one of its own."""
+        """Write this rank's tensors; raises the disk's error, which torch hides in its own error."""
         try:
             return super().write_data(*arguments)
         except RuntimeError as error:

@@ -14,7 +14,7 @@ from linnaeus.config.keys import suggest
 from linnaeus.runtime.errors import ConfigError, first_line
 
 REMEDY = (
-    "without a network, copy the folder of the Hugging Face cache (HF_HOME, ~/.cache/huggingface) from a "
+    "offline, copy the Hugging Face cache (HF_HOME, ~/.cache/huggingface) from a "
     "machine that has the weights, or name a folder that holds them with MODEL.NAME local-dir:FOLDER, or a "
     "file with MODEL.WEIGHTS FILE (and MODEL.PRETRAINED False)"
 )
@@ -34,9 +34,9 @@ class Source:
     Attributes:
         name: as `timm.create_model` takes it.
         architecture: name of the model without tag and source.
-        cfg: timm's `pretrained_cfg`, which describes the pretrained weights; empty where there is none.
+        cfg: timm's `pretrained_cfg`, which describes the pretrained weights; empty if there is none.
         kind: `hf-hub`, `local-dir`, or empty for a name of timm's list.
-        arguments: those of the model that its description names.
+        arguments: model arguments in its description.
     """
 
     name: str
@@ -66,7 +66,7 @@ def find_source(name: str, key: str = "MODEL.NAME") -> Source:
     kind = kind.replace("hf_hub", _HUB)
     if kind not in (_HUB, _FOLDER) or not place:
         raise ConfigError(
-            f"{key}: {name!r} names no place of a model; give {_HUB}:OWNER/MODEL or {_FOLDER}:FOLDER"
+            f"{key}: {name!r} is not a known source of models; use {_HUB}:OWNER/MODEL or {_FOLDER}:FOLDER"
         )
     try:
         if kind == _HUB:
@@ -115,7 +115,7 @@ def check_weights_exist(source: Source, key: str = "MODEL.PRETRAINED: True") -> 
 
 def unusable_weights_error(source: Source, error: Exception) -> ConfigError:
     """The error for pretrained weights that timm could not load."""
-    remedy = f"; {REMEDY}" if isinstance(error, OSError) else ""  # as those of a network are
+    remedy = f"; {REMEDY}" if isinstance(error, OSError) else ""  # such as a network error
     return ConfigError(
         f"MODEL.PRETRAINED: True, but the weights {source.origin} do not load "
         f"({type(error).__name__}: {first_line(error):.200}){remedy}"

@@ -119,7 +119,7 @@ class _Candidate:
         tensors: by their names without `wrappers`.
         wrappers: the parts of torch's wrappers that names had.
         prefix: of the names of the backbone.
-        num_matching: number of the backbone's names that it has; 0 where it is less than half of them.
+        num_matching: number of the backbone's names that it has; 0 if it has less than half of them.
         is_average: whether key or prefix say that the tensors are an average.
     """
 
@@ -185,7 +185,7 @@ def _architecture(content: Any) -> str | None:
 
 
 def _classes(spec: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """Return the names of the classes in a `ModelSpec` of plain values; None where it has none."""
+    """Return the names of the classes in a `ModelSpec` of plain values; None if it has none."""
     try:
         levels = spec["taxonomy"]["levels"]
         return {str(level["name"]): [str(each) for each in level["classes"]] for level in levels}
@@ -217,7 +217,7 @@ def find_file(value: str) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise ConfigError(f"MODEL.WEIGHTS: {value!r} is not a file, nor the folder of a run")
+        raise ConfigError(f"MODEL.WEIGHTS: {value!r} is not a file, nor a run directory")
     found = checkpoint_file(path, "best") or checkpoint_file(path, "last")
     if found is not None:
         return found
@@ -226,7 +226,7 @@ def find_file(value: str) -> Path:
         hint = f"; it holds a model of timm: MODEL.NAME local-dir:{value} MODEL.PRETRAINED True"
     raise ConfigError(
         f"MODEL.WEIGHTS: {value!r} is a folder without checkpoints/best.pt and checkpoints/last.pt, so it is "
-        f"not that of a run{hint}"
+        f"not a run directory{hint}"
     )
 
 
@@ -239,7 +239,7 @@ def saved_spec(value: str) -> Mapping[str, Any]:
     path = find_file(value)
     try:
         return _spec(read_export(path) if path.suffix == ".safetensors" else _load(path))
-    except Exception:  # reading the weights says so
+    except Exception:  # reading the weights reports it
         return {}
 
 
@@ -258,7 +258,7 @@ def is_checkpoint(content: Any) -> bool:
 
 
 def _read(path: Path) -> Any:
-    """Return the content of a file; that of an export of Linnaeus is like a checkpoint's."""
+    """Return the content of a file. An export of Linnaeus has the same entries as a checkpoint."""
     try:
         if path.suffix == ".safetensors":
             return read_export(path) or safetensors.torch.load_file(path)
@@ -299,7 +299,7 @@ def _refused(path: Path) -> str:
 def read_export(path: Path) -> dict[str, Any] | None:
     """Return the entries of a file of `linnaeus export`, as a checkpoint has them; None for another file.
 
-    The header may hold anything: errors are those of JSON and of mappings.
+    The header may hold anything, so this raises the errors of JSON and of mappings.
     """
     with safetensors.safe_open(path, "pt") as file:
         header = (file.metadata() or {}).get("linnaeus")
@@ -340,7 +340,7 @@ def load_backbone(
             untrained.load_state_dict({key: tensors[key] for key in expected})
             return untrained
         backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
-    except Exception as error:  # timm's filters raise what they meet in files that are not theirs
+    except Exception as error:  # timm's filters raise various errors on foreign files
         raise ConfigError(
             f"{problem}{type(error).__name__}: {' '.join(str(error).split()):.300}"
         ) from error
@@ -361,11 +361,11 @@ def load_backbone(
 def missing_tensors(
     loaded: nn.Module, untrained: nn.Module, file: Mapping[str, Tensor] | None = None
 ) -> list[str]:
-    """Parameters that timm has silently not loaded; with the tensors of a `file`, BatchNorm's statistics too.
+    """Return parameters that timm silently did not load; with tensors of a `file`, also BatchNorm statistics.
 
-    timm may rename what it loads. `untrained` is the same network from the same random numbers: a parameter
-    that equals its own was not loaded. BatchNorm's statistics are the same in each untrained network, so they
-    are missing only if the file has none at all.
+    timm may rename tensors. `untrained` is the same network from the same random numbers. A parameter that
+    equals its untrained value was not loaded. BatchNorm's statistics are equal in all untrained networks, so
+    they are missing only if the file has none at all.
     """
     initial = untrained.state_dict()
     missed = [

@@ -194,7 +194,7 @@ class World:
                 f"{name}: {main} and {other}" for name, (main, other) in different.items()
             )
             raise LinnaeusError(
-                f"ranks 0 and {rank} do not train the same: {listed}. All ranks need the same command, "
+                f"ranks 0 and {rank} differ in their training: {listed}. All ranks need the same command, "
                 "files, environment and version of Linnaeus"
             )
 
@@ -409,7 +409,7 @@ def agree_on_attempt(
     while True:
         if rank == 0:
             tokens = {0: token} | {other: keys.get(f"token/{other}") for other in other_ranks}
-            # A token of an earlier attempt is replaced as soon as its rank has started anew.
+            # A token of an earlier attempt is replaced when its rank has restarted.
             if tokens != told:
                 keys.put("attempt", told := tokens)
             late = ", ".join(
@@ -425,7 +425,7 @@ def agree_on_attempt(
         now = clock.monotonic()
         if now - started > limit_s:
             raise LinnaeusError(
-                f"rank {late} has not started within {limit_s / 60:.3g} minutes; see whether its process "
+                f"rank {late} has not started within {limit_s / 60:.3g} minutes; check that its process "
                 "runs, or raise DIST.START_MINUTES"
             )
         if rank == 0 and now - reported > REPORT_S:
@@ -552,12 +552,12 @@ def _rank_and_world_size() -> tuple[int, int]:
 def _refuse_tasks_without_torchrun() -> None:
     """Refuse tasks of srun, which would all train the same run side by side.
 
-    The shell of sbatch or salloc has no SLURM_STEP_NUM_TASKS, or 1, or that of the step that submitted it.
+    In the shell of sbatch or salloc, SLURM_STEP_NUM_TASKS is unset, 1, or set by the submitting step.
     """
     in_step = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
     if in_step > 1 and int(os.environ.get("SLURM_NTASKS") or in_step) > 1:
         raise ConfigError(
-            f"SLURM has started {in_step} tasks of one step, but they do not know of each other. `linnaeus "
+            f"SLURM has started {in_step} tasks of one step, but they do not communicate. `linnaeus "
             "train ... --launcher slurm` submits a job whose nodes start their processes with torchrun; "
             "--dry-run prints its script. For tasks that train different runs, unset SLURM_STEP_NUM_TASKS"
         )

@@ -72,7 +72,7 @@ class CheckpointError(LinnaeusError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, or its kind where it has none.
+    """Return the first line of an exception's message, or its type if it has none.
 
     >>> first_line(ValueError("no such thing.\\nlong explanation")), first_line(KeyboardInterrupt())
     ('no such thing', 'KeyboardInterrupt')

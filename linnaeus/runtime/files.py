@@ -36,7 +36,7 @@ def suggest_path(path: Path) -> str:
 
 
 def other_spelling(path: Path) -> Path | None:
-    """The file or folder of this path in another case, or with another ending; None where there is none."""
+    """The file or folder of this path in another case, or with another ending; None if there is none."""
     if os.path.exists(path) or path == path.parent:  # noqa: PTH110 (no error for long names)
         return path
     beside = sorted((other_spelling(path.parent) or path).glob("*"))
@@ -46,7 +46,7 @@ def other_spelling(path: Path) -> Path | None:
 
 
 def suggest_run(path: Path) -> str:
-    """Suggest runs for a path that is none."""
+    """Suggest runs for a path that is not a run."""
     folders = (path if path.is_dir() else path.parent, path.parent / "runs")
     found = [run for folder in folders for run in sorted(folder.glob(f"*/{CHECKPOINTS}"))]
     runs = {run.parent.name: str(run.parent) for run in found}
@@ -59,7 +59,7 @@ def suggest_run(path: Path) -> str:
 
 
 def checkpoint_file(run: Path, name: str) -> Path | None:
-    """Return the file of the checkpoint `best` or `last` in a run's folder; None where there is none.
+    """Return the file of the checkpoint `best` or `last` in a run's folder; None if there is none.
 
     A run that was killed while it saved may have its last checkpoint in `pending.pt` or `previous.pt`.
     """
@@ -75,7 +75,7 @@ def temporary_name(path: Path) -> Path:
 
 
 class _File(io.BufferedWriter):
-    """A file that remembers why it could not be written: torch hides the reason in an error of its own."""
+    """A file that remembers why it could not be written: torch hides the reason in its own error."""
 
     failure: BaseException | None = None
 
@@ -146,7 +146,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file that somebody else may have written.
+    """Return the text of a file that another program may have written.
 
     Raises:
         OSError: it cannot be read, or is no file, such as a pipe, which would be waited for.
@@ -161,7 +161,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file; None where there is no such file, or it is damaged."""
+    """Return the object in a file; None if there is no such file or it is damaged."""
     try:
         content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
@@ -195,7 +195,7 @@ def link_new(temporary: Path, path: Path) -> None:
     except FileExistsError:
         if (
             temporary.stat().st_nlink != 2
-        ):  # otherwise done, and asked for again by a network file system
+        ):  # otherwise done before, and repeated by a network file system
             raise
     except OSError:  # a file system without links
         with path.open("xb") as file:

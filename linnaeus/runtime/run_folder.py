@@ -67,11 +67,11 @@ RESTART_TOKEN = "LINNAEUS_RESTART_TOKEN"
 BEAT_S = 30.0
 """Seconds between two touches of a claim by its holder."""
 SILENT_S = 3 * BEAT_S
-"""SLURM is asked for the job of a holder that has not touched its claim for this time."""
+"""Seconds after which SLURM is asked about the job of a holder that has not touched its claim."""
 DEAD_S = 600.0
 """A holder on another machine that has not touched its claim for this time is dead."""
 ATTEMPTS = 50
-"""How often a claim is tried to be made while other processes make theirs."""
+"""Number of attempts to make a claim while other processes make theirs."""
 QUEUE_S = 20.0
 """An answer of SLURM is used for this time."""
 
@@ -155,7 +155,7 @@ def own_job() -> str:
 
 
 def is_queued(job: str, *, now: bool = False) -> bool:
-    """Whether SLURM has a job, or one of an array's, in its queue; `now` asks anew. True if unknown."""
+    """Whether SLURM has a job, or one of an array's, in its queue; `now` asks again. True if unknown."""
     if now:
         _queue.cache_clear()
     queue = _queue(int(time.monotonic() / QUEUE_S))
@@ -174,7 +174,7 @@ def _queue(moment: int) -> list[str] | None:
 
 
 def _start(pid: int) -> str:
-    """The start of a process in ticks of Linux; empty where it has ended."""
+    """The start of a process in ticks of Linux; empty if it has ended."""
     try:  # a name may have any letters
         found = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -197,7 +197,7 @@ class State:
     Attributes:
         status: `interrupted` for a run that was stopped or killed, and can be resumed.
         holder: who has it, or had it last; None where that is not known.
-        exit_code: of its last process; None while it runs or where nobody saw the end.
+        exit_code: of its last process; None while it runs, or if the end was not seen.
         reason: why it has not ended well.
         seconds: from start to end, summed over interruptions.
     """
@@ -299,7 +299,7 @@ class Claim:
     """A folder that this process holds, from construction to `release`. A thread touches the claim.
 
     Args:
-        folder: of the run; made where there is none, in a folder that is there.
+        folder: the run directory; created if its parent exists.
         shared: token of a worker's claim that this process has too; only the worker gives it up.
         resumes: take the folder from a process with the same restart token at once.
 
@@ -376,12 +376,12 @@ class Claim:
         """Whether the folder is still the one that was claimed, and this process has it."""
         try:
             return _last_claim(self.folder)[1].get("token") == self.token
-        except OSError:  # such as too many open files: whatever is done next says it
+        except OSError:  # such as too many open files: the next operation reports it
             return True
 
     @property
     def state(self) -> State:
-        """How the run was before this process took it."""
+        """State of the run before this process claimed it."""
         return _state_left(self.folder)
 
     def check(self) -> None:
@@ -393,7 +393,7 @@ class Claim:
         if not self.is_mine:
             holder = read_state(self.folder).holder
             raise LostFolderError(
-                f"{self.folder} is not the folder of this run any more: it was renamed or deleted"
+                f"{self.folder} no longer belongs to this run: it was renamed or deleted"
                 f"{f', or taken over by {holder}' if holder else ''}; this run (id {self.id}) ends here"
             )
 
@@ -408,7 +408,7 @@ class Claim:
         elif found != self.id:
             raise CheckpointError(
                 f"{path} belongs to the run with the id {found}, and {self.folder / RUN} to the run with the "
-                f"id {self.id}: two runs are mixed. Put the checkpoint back where it comes from, or choose "
+                f"id {self.id}: two runs are mixed. Restore the checkpoint's own file, or choose "
                 "another EXPERIMENT.NAME"
             )
 
@@ -471,7 +471,7 @@ class RunFolder:
         console: rank 0's console.
         has_begun: whether `begin` was called.
         claim: rank 0's; None on the other ranks.
-        pruned: why a search ends the run; empty where it does not.
+        pruned: why a search ends the run; empty if it does not.
 
     Raises:
         ConfigError: on entering: the folder cannot be written to, or is in use; the same on every rank.
@@ -597,7 +597,7 @@ def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
         The new path of the earlier run, None where there was none; and the claim of the folder.
 
     Raises:
-        ConfigError: the folder cannot be renamed, or made anew, or is in use.
+        ConfigError: the folder cannot be renamed, or created again, or is in use.
     """
     folder = claim.folder
     if not holds_run(folder):
@@ -625,7 +625,7 @@ def holds_run(folder: Path) -> bool:
 def cannot_write(folder: Path, error: OSError) -> ConfigError:
     """The error for the user when the folder of a run or a sweep cannot be made or written to."""
     is_file = isinstance(error, FileExistsError)
-    reason = f"{error.filename} is no folder" if is_file else why_not_written(error, folder)
+    reason = f"{error.filename} is not a folder" if is_file else why_not_written(error, folder)
     return ConfigError(
         f"EXPERIMENT.OUTPUT_DIR: {folder} cannot be written to: {reason}; choose another folder"
     )
@@ -635,7 +635,7 @@ OUTPUT = f"{LOGS}/output.txt"
 TAIL_BYTES = 1 << 16
 """Only this much of the end of a run's output is read for its last line."""
 _LAUNCHER = re.compile(r"[EWI]\d{4} [\d:.]+ .*torch/distributed/elastic/|srun: |slurmstepd: ")
-"""Begins what torchrun or SLURM say of a failure, after the run itself has given its reason."""
+"""First words of a later report by torchrun or SLURM, after the run itself gave the reason."""
 
 
 def last_line(folder: Path, begin: int = 0) -> str:

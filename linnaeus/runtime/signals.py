@@ -69,7 +69,7 @@ def handled(
 
 @functools.cache
 def _listen_alone() -> None:
-    """Close the pipe in forked processes: a signal to a loader's worker is none to this one."""
+    """Close the pipe in forked processes: a signal to a loader's worker is not for this process."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 

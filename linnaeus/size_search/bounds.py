@@ -61,7 +61,7 @@ def max_batch_sizes(
 
 
 def max_for_steps(samples_per_rank: int, min_steps: int, accumulation_steps: int = 1) -> int:
-    """Return the largest micro-batch with which an epoch has so many optimizer steps; 0 where none has.
+    """Return the largest micro-batch with which an epoch has this number of optimizer steps; 0 if none has.
 
     The last step of an epoch may have fewer micro-batches than the others.
 

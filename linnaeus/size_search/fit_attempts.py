@@ -44,9 +44,7 @@ class FitAttempts:
         names = config.DATA.AUTOBATCH.FIT if config.DATA.AUTOBATCH.ENABLED else ["none"]
         names = names if checkpoint is None else names[:1]
         if "shard" in names and not world.is_distributed:
-            raise ConfigError(
-                "DATA.AUTOBATCH.FIT: shard needs several ranks, as torchrun starts them"
-            )
+            raise ConfigError("DATA.AUTOBATCH.FIT: shard needs several ranks, started by torchrun")
         check_sharding(_with_remedies(config, names).DIST, config.TRAIN, world)
         self._tried = [*(checkpoint or {}).get("autobatch", {}).get("train", {}).get("fit", ())]
         self._is_listed = checkpoint is None and names != ["none"]

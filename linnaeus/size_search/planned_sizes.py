@@ -98,7 +98,7 @@ def size_origin(mode: Mode, data: DataConfig, found: AutoBatchResult | None) -> 
     return SizeOrigin(
         found.batch_size,
         f"AutoBatch found {found.batch_size} within a budget of {found.budget_bytes / GIB:.2f} GiB "
-        f"({fraction:g} of {found.total_bytes / GIB:.2f} GiB, less what was in use elsewhere then)",
+        f"({fraction:g} of {found.total_bytes / GIB:.2f} GiB, minus memory used elsewhere at that time)",
         key=f"DATA.AUTOBATCH.MAX_BATCH_SIZE{suffix}",
         # Where memory was not the limit, a little less of it gives the same size.
         alternatives=(f"{fraction_key} below {fraction:g}",)

@@ -94,7 +94,7 @@ _LIMITS = {
     "max_batch_size": "MAX_BATCH_SIZE",
     "steps_per_epoch": "MIN_STEPS_PER_EPOCH",
     "dataset": "the samples of one rank",
-    "effective_batch": "the effective batch asked for",
+    "effective_batch": "the requested effective batch",
     "host_memory": "host memory for the loader",
     "checkpoint": "the size in the checkpoint",
     "max_trials": "MAX_TRIALS",

@@ -42,8 +42,8 @@ LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"
 """Environment variable with one memory limit per rank, such as `2.0,1.5`, to test ranks of unequal memory."""
 
 _SAMPLES_BEFORE = 2
-"""Samples of the training step that is traced before validation: what it leaves does not depend on them, and
-BatchNorm takes no single one."""
+"""Samples of the training step that is traced before validation. The memory that it leaves does not depend on
+their number, but BatchNorm needs more than one."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -107,7 +107,7 @@ class SizeSearch:
         Args:
             mode: which step.
             status: told each size that is tried.
-            settings: by default those of the configuration.
+            settings: search settings; None reads them from the configuration.
             trained_at: for validation, the micro-batch size of training; see `BatchSizeFinder.train_once`.
             alone: whether a sharded model communicates with no other rank; else all ranks step together.
         """
@@ -197,7 +197,7 @@ class SizeSearch:
                 state=(*self.assembly.state, self.assembly.train_step.distillation),
                 mode=mode,
                 train_once=partial(train, _SAMPLES_BEFORE),
-                # Those of the wrapper that `linnaeus.training.ddp.wrap` makes.
+                # As in the wrapper of `linnaeus.training.ddp.wrap`.
                 buckets=Buckets(as_view=True) if has_buckets else None,
                 base_bytes=0,
             )
@@ -208,7 +208,7 @@ class SizeSearch:
         return freezing.unfrozen(only_if=freezing.ends_within(self.train.most_epochs))
 
     def batches(self, spec: BatchSpec, size: int, num_batches: int = 1) -> Iterator[Batch]:
-        """Make each batch when it is asked for: as in training, only one exists at a time.
+        """Make each batch on request: as in training, only one exists at a time.
 
         On a GPU there is one more, which the loader copies there during the step.
         """
@@ -252,7 +252,7 @@ class SizeSearch:
 def find_sizes(
     search: SizeSearch, earlier: Mapping[str, int] | None = None
 ) -> dict[str, AutoBatchResult]:
-    """Search each mode that the configuration asks for; see `search_on_ranks`. Every rank must call this.
+    """Search each mode that the configuration requires; see `search_on_ranks`. Every rank must call this.
 
     Args:
         search: the search of this run.
@@ -304,7 +304,7 @@ def find_size(
         result = dataclasses.replace(result, limited_by=limited_by, max_batch_size=most)
         if not is_kept:
             logger.info(
-                "AutoBatch %s: the checkpoint's batch size %d is not kept, resuming with %d (limited by "
+                "AutoBatch %s: the checkpoint's batch size %d cannot be kept; resuming with %d (limited by "
                 "%s)",
                 mode,
                 size,

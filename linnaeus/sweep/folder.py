@@ -1,4 +1,4 @@
-"""The folder of a sweep: `sweep.json` has its runs, each of which has a folder of its own below it."""
+"""The folder of a sweep: `sweep.json` lists its runs, and each run has a folder beside it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from linnaeus.sweep.search import Study
 
 ASKED = "logs/config.yaml"
-"""The configuration with which a worker starts a run, in the run's folder."""
+"""The configuration with which a worker starts a run, in the run directory."""
 
 
 Plan = tuple[Combination, Config]
-"""A point of a grid, and the configuration of its run, with a name and a folder of its own."""
+"""A point of a grid and the configuration of its run, with its own name and folder."""
 
 
 def plan_run(
@@ -55,16 +55,16 @@ def plan_run(
     references: bool = False,
     compositions: dict[Any, Any] | None = None,
 ) -> Config:
-    """The configuration of a run: in a folder of its own below the sweep's, and resumed there.
+    """Return the configuration of a run, which trains and resumes in its own folder in the sweep's.
 
     Args:
-        combination: of values.
-        sweep: the sweep's folder; None takes that of the configuration.
-        references: whether files, classes and names of timm must be there; see `load_config`.
+        combination: combination of values.
+        sweep: the sweep's folder; None uses `EXPERIMENT.NAME` of the configuration.
+        references: whether files, classes and timm's names must exist; see `load_config`.
         compositions: as for `load_config`.
 
     Raises:
-        ConfigError: lists everything that is wrong with it.
+        ConfigError: lists all mistakes in the configuration.
     """
     config = load_config(combination.argv, references=references, compositions=compositions).config
     sweep = sweep or str(config.EXPERIMENT.folder)
@@ -77,7 +77,7 @@ class SweepRun:
     """One run of a sweep.
 
     Attributes:
-        folder: where its files are.
+        folder: the run directory.
         values: the text of each swept key's value.
         config: its configuration as YAML.
     """
@@ -88,23 +88,23 @@ class SweepRun:
 
     @property
     def title(self) -> str:
-        """The values as they are typed on a command line."""
+        """The values as on a command line."""
         return title_of(self.values)
 
 
 @dataclass
 class Sweep:
-    """What `sweep.json` says.
+    """Content of `sweep.json`.
 
     Attributes:
-        folder: of the sweep.
+        folder: folder of the sweep.
         argv: the command's keys and values, as typed.
-        runs: those of a grid; the first corner of a search, which is never run.
-        metric: the one to compare; None for the one that decides which checkpoint is best.
-        trials: how many a search may have; None for a grid.
-        prune: whether a search ends runs that are worse than the median of the others.
-        cwd: the folder in which the command was typed: paths in a configuration begin there.
-        id: tells it from another sweep that has its folder later.
+        runs: all runs of a grid; for a search, its first corner, which is never run.
+        metric: the metric to compare; None for the metric that selects the best checkpoint.
+        trials: number of trials of a search; None for a grid.
+        prune: whether a search stops runs that are worse than the median of the others.
+        cwd: working directory of the command; relative paths in a configuration start there.
+        id: distinguishes it from a later sweep in the same folder.
     """
 
     folder: Path
@@ -118,7 +118,7 @@ class Sweep:
 
     @classmethod
     def of(cls, folder: Path, argv: Sequence[str], plans: Sequence[Plan], **rest: Any) -> Sweep:
-        """A sweep that is not written yet."""
+        """Return a new sweep, not written yet."""
         entries = [
             {"name": combination.name, "values": combination.values, "config": to_yaml(config)}
             for combination, config in plans
@@ -130,7 +130,7 @@ class Sweep:
         """Read `sweep.json`.
 
         Raises:
-            ConfigError: there is none, or it is damaged.
+            ConfigError: the file is missing or damaged.
         """
         path = folder / SWEEP
         content = read_json(path)
@@ -139,20 +139,20 @@ class Sweep:
                 raise ConfigError(f"'{folder}': no such folder{suggest_path(folder)}")
             reason = "is damaged" if path.exists() else "is missing"
             raise ConfigError(
-                f"'{folder}': is not the folder of a sweep: {SWEEP} {reason}; what its runs have is shown by "
+                f"'{folder}': is not the folder of a sweep: {SWEEP} {reason}; to show its runs, run "
                 f"linnaeus compare {shlex.quote(str(folder))}"
             )
         with suppress(TypeError, KeyError, AttributeError):
             sweep = cls(folder, **content)
             if sweep._is_valid():
                 return sweep
-        raise ConfigError(f"'{folder}': {SWEEP} is of another version of Linnaeus, or no sweep's")
+        raise ConfigError(f"'{folder}': {SWEEP} is damaged or from another version of Linnaeus")
 
     def _is_valid(self) -> bool:
-        """Whether all fields have the right types, and the runs are folders below this one.
+        """Whether all fields have the right types and the runs are folders in this one.
 
         Raises:
-            TypeError, KeyError, AttributeError: one of another type.
+            TypeError, KeyError, AttributeError: a field has another type.
         """
         texts = [*self.argv, self.cwd, self.id, "" if self.metric is None else self.metric]
         for run in self.runs:
@@ -169,12 +169,12 @@ class Sweep:
         """Refuse a folder that holds something else.
 
         Raises:
-            ConfigError: the folder is that of another sweep or of a run.
+            ConfigError: the folder belongs to another sweep or is a run directory.
         """
         if holds_run(self.folder):
             raise ConfigError(
-                f"EXPERIMENT.NAME: {self.folder} is the folder of a run, and a sweep keeps its runs in one "
-                "of its own: give the sweep another name"
+                f"EXPERIMENT.NAME: {self.folder} is a run directory, but a sweep needs its own folder; give "
+                "the sweep another name"
             )
         if (self.folder / SWEEP).exists():
             self._check_same(Sweep.read(self.folder))
@@ -183,24 +183,24 @@ class Sweep:
             or (self.folder / STUDY).exists()
         ):
             raise ConfigError(
-                f"EXPERIMENT.NAME: {self.folder} has runs of these values and no {SWEEP} that says what they "
-                "are: give the sweep another name"
+                f"EXPERIMENT.NAME: {self.folder} has runs of these values but no {SWEEP}; give the sweep "
+                "another name"
             )
 
     def check_is_there(self) -> None:
-        """To be called before a run is taken.
+        """Check that the folder still belongs to this sweep. Call this before each run.
 
         Raises:
-            LostFolderError: the folder was renamed or deleted, or is another sweep's by now.
+            LostFolderError: the folder was renamed or deleted, or belongs to another sweep now.
         """
         if (read_json(self.folder / SWEEP) or {}).get("id") != self.id:
             raise LostFolderError(
-                f"{self.folder} is not the folder of this sweep any more: it was renamed or deleted; "
-                "where it is now, linnaeus work FOLDER resumes it"
+                f"{self.folder} no longer belongs to this sweep: it was renamed or deleted; to resume, run "
+                "linnaeus work FOLDER with its new name"
             )
 
     def write(self) -> None:
-        """Write `sweep.json`, unless it is there and says the same; more trials than it says are added.
+        """Write `sweep.json`, or raise the number of trials in an existing one.
 
         Raises:
             ConfigError: as for `check`, or the folder cannot be written to.
@@ -231,12 +231,12 @@ class Sweep:
         if differs := self._difference(earlier):
             typed = shlex.join(["linnaeus", "sweep", *earlier.argv])
             raise ConfigError(
-                f"EXPERIMENT.NAME: {self.folder} is the folder of {differs} ({typed}); give this sweep "
+                f"EXPERIMENT.NAME: {self.folder} belongs to {differs} ({typed}); give this sweep "
                 "another name, or delete the folder"
             )
 
     def _difference(self, earlier: Sweep) -> str:
-        """Whose folder it is, if it holds other runs than these; else empty."""
+        """Describe the owner of the folder if it holds other runs than these; else return an empty text."""
         mine, others = (
             {run["name"]: run["config"] for run in sweep.runs} for sweep in (self, earlier)
         )
@@ -250,26 +250,26 @@ class Sweep:
         if mine.keys() != others.keys():
             return "a sweep with other values"
         if changed := [name for name in mine if not _is_same(mine[name], others[name])]:
-            return f"a sweep with another configuration, such as that of {changed[0]}"
+            return f"a sweep whose run {changed[0]} has another configuration"
         return ""
 
     def grid(self) -> list[SweepRun]:
-        """The runs of a grid, in their order; none of a search."""
+        """Return the runs of a grid in order; none for a search."""
         entries = self.runs if self.trials is None else []
         return [
             SweepRun(self.folder / run["name"], run["values"], run["config"]) for run in entries
         ]
 
     def known_runs(self, study: Study | None) -> list[SweepRun]:
-        """Return all runs of a grid, or the trials so far of a search, each folder once."""
+        """Return all runs of a grid, or the trials of a search so far, each folder once."""
         found = self.grid() if study is None else [run for _, run in study.runs()]
         return [*{run.folder: run for run in found}.values()]
 
     def repeat_failed(self) -> None:
-        """Forget that runs of a grid have failed: workers take them again, from their checkpoints."""
+        """Mark failed runs of a grid as interrupted, so that workers resume them."""
         for run in self.grid():
             if read_state(run.folder).status == "failed":
-                with suppress(FolderInUseError, OSError):  # somebody has it again
+                with suppress(FolderInUseError, OSError):  # another worker has claimed it
                     claim = Claim(run.folder)
                     if claim.state.status == "failed":
                         claim.end(EXIT_INTERRUPTED, "to be tried again")
@@ -277,12 +277,12 @@ class Sweep:
 
 
 def _space(sweep: Sweep) -> set[str]:
-    """What a search looks through."""
+    """Return the search space: the tokens that define the values."""
     return {token for token in sweep.argv if not token.startswith(NOT_SWEPT)}
 
 
 def _is_same(text: str, other: str) -> bool:
-    """Whether two configurations are equal, up to where the files are."""
+    """Whether two configurations are equal, except for the place of their files."""
     if text == other:
         return True
     ignored = dict.fromkeys(NOT_SWEPT)
@@ -291,7 +291,7 @@ def _is_same(text: str, other: str) -> bool:
 
 
 def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a nested configuration by dotted key; an empty group has none.
+    """Return the values of a nested configuration by dotted key. Empty groups are omitted.
 
     >>> flattened({"A": {"B": 1, "C": {}}, "D": [2]})
     {'A.B': 1, 'D': [2]}

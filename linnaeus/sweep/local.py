@@ -96,5 +96,5 @@ def start_workers(folder: Path, shares: Sequence[Share]) -> list[subprocess.Pope
 
 
 def worker_log(folder: Path, number: int) -> Path:
-    """The file with the output of a worker, of which the first is number 1."""
+    """Return the log file of a worker. Numbers start at 1."""
     return folder / f"logs/worker{number}.txt"

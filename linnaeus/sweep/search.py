@@ -37,7 +37,7 @@ logger = logging.getLogger("linnaeus.sweep")
 
 
 class Study:
-    """The study of a sweep's folder, made where there is none.
+    """The study of a sweep's folder, made if there is none.
 
     Args:
         sweep: a search.
@@ -108,7 +108,7 @@ class Study:
                 self._tell(trial.number, run, read_state(run.folder))
 
     def ask(self) -> tuple[int, SweepRun] | None:
-        """Ask for a trial; None where there are as many as there may be.
+        """Ask for a trial; None if there are enough.
 
         Raises:
             ConfigError: see `check_configuration`.
@@ -116,7 +116,7 @@ class Study:
         self._asking.acquire()
         try:
             trials = self.trials()
-            for trial in trials:  # killed while they were asked for
+            for trial in trials:  # killed while they were requested
                 if not trial.state.is_finished() and len(trial.params) < len(self.space.axes):
                     self.study.tell(trial.number, state=self._states.FAIL)
             if len(trials) >= (Sweep.read(self.sweep.folder).trials or 0):
@@ -185,7 +185,7 @@ class Study:
             n_warmup_steps=max(int(num_epochs * WARMUP_FRACTION), 1) + 1
         )
         frozen = self.trials()[number]
-        # The id is private, but no public call makes a `Trial` of one that another process has asked for.
+        # The id is private, but no public call makes a `Trial` that another process has requested.
         trial = self.optuna.trial.Trial(self.study, frozen._trial_id)
         if frozen.state.is_finished() or epoch in frozen.intermediate_values:
             return False

@@ -1,6 +1,6 @@
-"""Jobs of SLURM: the script, its submission, and what it does: a worker of a sweep, or one command.
+"""SLURM jobs: write and submit the script, and run a sweep's worker or one command in the job.
 
-`python -m linnaeus.sweep.slurm [--run FOLDER] COMMAND...` is the process of a job, on its first node.
+`python -m linnaeus.sweep.slurm [--run FOLDER] COMMAND...` runs in the job, on its first node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from linnaeus.runtime.errors import ConfigError, LinnaeusError
 from linnaeus.runtime.run_folder import own_job, read_state
 
 GRACE_S = 180
-"""Seconds before the time limit at which SLURM tells the job to save a checkpoint."""
+"""Seconds before the time limit when SLURM signals the job to save a checkpoint."""
 FLAGS = (
     "contiguous",
     "exclusive",
@@ -33,27 +33,27 @@ FLAGS = (
     "spread-job",
     "use-min-nodes",
 )
-"""Options of sbatch that need no value; others are written as NAME= on our command line."""
-_ONE_TASK = "each node has one task, which starts a rank for each GPU; give nodes=N gpus-per-node=N"
+"""Options of sbatch without a value. Others are written as NAME= on our command line."""
+_ONE_TASK = "each node has one task, which starts a rank for each GPU; set nodes=N gpus-per-node=N"
 REFUSED = {
-    "array": "a sweep makes the array; --jobs N is the number of workers",
+    "array": "the sweep sets it; set the number of workers with --jobs N",
     **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-gpu", "gpus"), _ONE_TASK),
 }
-"""Options of sbatch that Linnaeus sets, each with what to give in their place."""
+"""Options of sbatch that Linnaeus sets, with the option to use instead."""
 TIME_IS_OVER = "its time was nearly over"
 
 
 def problems_with(options: Mapping[str, str | None]) -> list[str]:
-    """One sentence for each option of sbatch that cannot be given; sbatch judges the rest.
+    """Return a sentence for each option of sbatch that cannot be set. sbatch checks the others.
 
-    Options have their long names, and None in place of a value where they take none.
+    Options have their long names. Options without a value are None.
     """
     problems = [f"--slurm {name}: {REFUSED[name]}" for name in options if name in REFUSED]
     given = options.get("signal", f"B:USR1@{GRACE_S}") or ""
     if not re.fullmatch(r"B:(SIG)?USR1(@[1-9]\d*)?", given):
         problems.append(
-            f"--slurm signal={given}: would end the ranks without a checkpoint; write signal=B:USR1@SECONDS, "
-            "which tells the job's script"
+            f"--slurm signal={given}: would end the ranks without a checkpoint; set signal=B:USR1@SECONDS, "
+            "which signals the job's script"
         )
     return problems
 
@@ -64,16 +64,16 @@ def problems_with(options: Mapping[str, str | None]) -> list[str]:
 def script(
     folder: Path, options: Mapping[str, str | None], name: str, words: Sequence[str], jobs: int = 1
 ) -> str:
-    """The script of a job, or of an array of several.
+    """Return the script of a job or of an array of jobs.
 
     Args:
-        folder: for the logs; all nodes see it.
-        options: of sbatch.
-        name: of the job.
-        words: what follows `python -m linnaeus.sweep.slurm`.
-        jobs: in the array; 1 for none.
+        folder: folder of the logs, which all nodes must see.
+        options: options of sbatch.
+        name: name of the job.
+        words: arguments of `python -m linnaeus.sweep.slurm`.
+        jobs: number of jobs in the array; 1 for no array.
     """
-    logs = str(folder.resolve()).replace("%", "%%")  # as in patterns of sbatch
+    logs = str(folder.resolve()).replace("%", "%%")  # sbatch expands %
     ours = {
         "job-name": name,
         "output": f"{logs}/{'%A_%a' if jobs > 1 else '%j'}.out",
@@ -87,38 +87,38 @@ def script(
         f"#SBATCH --{key}" + (f"={_quoted(value)}" if value else "")
         for key, value in {**ours, **options}.items()
     ]
-    # In the place of the shell: signals to the script are then for the process.
+    # exec replaces the shell, so that signals to the script reach the process.
     command = shlex.join([sys.executable, "-u", "-m", "linnaeus.sweep.slurm", *words])
     here = shlex.quote(str(Path.cwd()))
     return "\n".join(["#!/bin/bash", *lines, f"cd {here} || exit", f"exec {command}", ""])
 
 
 def _quoted(value: str) -> str:
-    """A value in a line of a script, as sbatch reads it: blanks, quotes and `#` in double quotes."""
+    """Quote a value for an `#SBATCH` line: blanks, quotes and `#` need double quotes."""
     if re.fullmatch(r"[\w@%+=:,./~*\[\]-]+", value):
         return value
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
 def workers_script(folder: Path, options: Mapping[str, str | None], jobs: int) -> str:
-    """The script of an array of workers of the sweep in a folder."""
+    """Return the script of an array of workers for the sweep in a folder."""
     return script(folder / "slurm", options, folder.name, ["work", str(folder.resolve())], jobs)
 
 
 def check_sbatch() -> None:
-    """Raise `ConfigError` where there is no SLURM."""
+    """Raise `ConfigError` if this machine has no SLURM."""
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            "--launcher slurm: there is no sbatch here; go to a login node of the cluster"
+            "--launcher slurm: sbatch was not found; run this on a login node of the cluster"
         )
 
 
 def submit(folder: Path, text: str) -> str:
-    """Submit a script, which is kept beside its logs; returns the job's number.
+    """Save a script beside its logs, submit it and return the job's number.
 
     Raises:
-        ConfigError: there is no SLURM here.
-        LinnaeusError: sbatch has refused it, or does not answer.
+        ConfigError: this machine has no SLURM.
+        LinnaeusError: sbatch refused the script or did not answer.
     """
     check_sbatch()
     try:
@@ -127,7 +127,7 @@ def submit(folder: Path, text: str) -> str:
         raise LinnaeusError(f"{folder} cannot be written to: {error.strerror}") from error
     kept = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh"
     kept.write_text(text, encoding="utf-8")
-    # Of the job that this command may be in: options of sbatch, and the number of an array's task.
+    # If this command runs in a job itself, do not pass that job's variables to sbatch.
     env = {
         name: value
         for name, value in os.environ.items()
@@ -140,7 +140,7 @@ def submit(folder: Path, text: str) -> str:
         return number[1]
     said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
     raise LinnaeusError(
-        f"--launcher slurm: the job is not submitted: {said}; look with squeue --me"
+        f"--launcher slurm: the job was not submitted: {said}; check with squeue --me"
     )
 
 
@@ -153,22 +153,21 @@ def submit_command(
     *,
     dry_run: bool,
 ) -> str:
-    """Submit one command, whose words have been checked, as one job: `linnaeus train --launcher slurm`.
+    """Submit a checked command as one job: `linnaeus train --launcher slurm`.
 
     Args:
-        options: of sbatch.
-        command: of Linnaeus.
-        words: that follow it.
+        options: options of sbatch.
+        command: command of Linnaeus.
+        words: its arguments.
         with_torchrun: whether it uses a rank for each GPU.
-        run: the folder of the run that resumes when the job is queued again; None for a command that
-            begins anew.
-        dry_run: submit nothing, and return the script.
+        run: directory of the run that a requeued job resumes; None if the command starts over.
+        dry_run: return the script and submit nothing.
 
     Returns:
-        What to print: the job with its log, and how to follow and cancel it; or the job's script.
+        The text to print: the job's number, log and cancel command, or the script.
 
     Raises:
-        LinnaeusError: it cannot be submitted; the message says why.
+        LinnaeusError: the job cannot be submitted; the message says why.
     """
     folder = Path("slurm")
     of_job = ["--run", str(run)] if run is not None else [] if with_torchrun else ["--alone"]
@@ -184,7 +183,7 @@ def submit_command(
 
 
 def _call(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command of SLURM; one that is not there, or does not answer, has failed."""
+    """Run a SLURM command. If it is missing or does not answer, return a failure."""
     try:
         return subprocess.run(
             command,
@@ -194,12 +193,12 @@ def _call(*command: str, env: Mapping[str, str] | None = None) -> subprocess.Com
             check=False,
             env=env,
             timeout=120,
-            start_new_session=True,  # Ctrl-C in the terminal would break it off
+            start_new_session=True,  # so that Ctrl-C in the terminal does not interrupt it
         )
     except FileNotFoundError:
-        said = f"there is no {command[0]} here"
+        said = f"{command[0]} was not found"
     except subprocess.TimeoutExpired:
-        said = f"{command[0]} does not answer"
+        said = f"{command[0]} did not answer"
     return subprocess.CompletedProcess(command, 1, "", said)
 
 
@@ -207,13 +206,13 @@ def _call(*command: str, env: Mapping[str, str] | None = None) -> subprocess.Com
 
 
 def prefix(env: Mapping[str, str], *, alone: bool = False) -> list[str]:
-    """What starts one run in a job: torchrun over its nodes, or a single process.
+    """Return the command prefix that starts a run in a job: torchrun over its nodes, or one process.
 
-    Several nodes meet at a port that is free now; a single one lets torchrun choose.
+    Several nodes meet at a port that is free now. On a single node torchrun chooses the port.
 
     Args:
-        env: that of the job.
-        alone: whether it is one process in any case.
+        env: environment of the job.
+        alone: whether to start one process regardless of the GPUs.
     """
     nodes, per_node = ("1", 1) if alone else (env.get("SLURM_NNODES") or "1", _per_node(env))
     python = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", sys.executable, "-u", "-m"]
@@ -231,12 +230,12 @@ def prefix(env: Mapping[str, str], *, alone: bool = False) -> list[str]:
 
 
 def _per_node(env: Mapping[str, str]) -> int:
-    """Ranks of a node: one for each of its GPUs, and one without any."""
+    """Return the number of ranks per node: one for each GPU, or one without GPUs."""
     return max(int(env.get("SLURM_GPUS_ON_NODE") or 1), 1)
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of srun: all CPU cores of the job, divided among the ranks of a node."""
+    """Return the environment of srun. It divides the job's CPU cores among the ranks of a node."""
     env = dict(given)
     if cores := env.get("SLURM_CPUS_PER_TASK"):
         env.setdefault("SRUN_CPUS_PER_TASK", cores)  # srun does not take it from the job
@@ -246,9 +245,9 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _endpoint(env: Mapping[str, str]) -> str:
-    """Where the nodes of this job meet: the address of this first one, and a port that is free here.
+    """Return the endpoint where the nodes of this job meet: the address of this first node and a free port.
 
-    The port is one of its own, because jobs may share the node. The name of a node need not be an address.
+    Each job chooses its own port, because jobs may share the node. A node's name need not be an address.
     """
     with socket.socket() as free:
         free.bind(("", 0))
@@ -261,9 +260,9 @@ def _endpoint(env: Mapping[str, str]) -> str:
 
 
 def was_preempted(shown: str) -> bool:
-    """Whether a job is preempted since it was last started, by what `scontrol --oneliner show job` prints.
+    """Whether a job was preempted after its last start, from the output of `scontrol --oneliner show job`.
 
-    Both times are the controller's. That of an earlier preemption stays.
+    Both times are from the controller. The output keeps the time of an earlier preemption.
 
     >>> was_preempted("StartTime=2026-11-22T12:05:24 PreemptTime=2026-11-22T12:09:01")
     True
@@ -277,18 +276,18 @@ def was_preempted(shown: str) -> bool:
 
 
 def _queue_again(received: Sequence[int], has_progress: bool) -> None:
-    """Put this job back into the queue if its time is nearly over, or another one takes its place.
+    """Requeue this job if its time is nearly over or another job preempted it.
 
-    On preemption SLURM does not requeue a job that exits by itself; therefore the job requeues itself.
+    SLURM does not requeue a preempted job that exits before it is killed.
     """
-    job, why = own_job(), TIME_IS_OVER  # SLURM_JOB_ID of a task may be that of the whole array
+    job, why = own_job(), TIME_IS_OVER  # SLURM_JOB_ID of a task may name the whole array
     if signal.SIGUSR1 not in received:
-        why = "another job has preempted it"
+        why = "another job preempted it"
         if not was_preempted(_call("scontrol", "--oneliner", "show", "job", job).stdout):
             return
     elif not has_progress and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
         print(
-            "not queued again: its time was over before anything new was saved; give it more (time=...)"
+            "not queued again: its time was over before a new checkpoint was saved; set a longer time=..."
         )
         return
     print(f"queued again, because {why}", flush=True)
@@ -297,7 +296,7 @@ def _queue_again(received: Sequence[int], has_progress: bool) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what a job was submitted for; returns the exit code."""
+    """Run the worker or the command of a job and return the exit code."""
     from linnaeus.sweep.folder import (
         Sweep,
     )  # here: every command imports this module for its options
@@ -316,7 +315,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             resume = []
             if run is not None and (holder := read_state(run).holder) and holder.job == own_job():
-                resume = ["TRAIN.AUTO_RESUME=True"]  # the job has been queued again
+                resume = ["TRAIN.AUTO_RESUME=True"]  # the job was requeued
             saved = saved_at(run) if run else None
             code = child.run([*start(), "linnaeus.main", *words, *resume], env, None, Path.cwd())
             has_progress = run is not None and saved_at(run) != saved

@@ -1,6 +1,6 @@
-"""torchrun, without a traceback where somebody has stopped it: `python -m linnaeus.sweep.torchrun ...`.
+"""torchrun without a traceback after a stop signal: `python -m linnaeus.sweep.torchrun ...`.
 
-torchrun itself ends with 1 and a traceback of its own after a signal, although the run has saved its
+torchrun itself ends with 1 and its own traceback after a signal, although the run has saved its
 checkpoint and resumes later.
 """
 

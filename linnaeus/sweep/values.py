@@ -54,7 +54,7 @@ def sweep_values(text: str) -> list[str]:
         found = []
     if not found:
         raise ValueError(
-            f"{text!r} has no values of its own; give them one by one (a,b,c) or as range(start,stop,step)"
+            f"{text!r} has no list of values; give them one by one (a,b,c) or as range(start,stop,step)"
         )
     return list(dict.fromkeys(found))
 

@@ -1,4 +1,4 @@
-"""A worker: takes runs of a sweep that nobody has, trains each in a process, and notes how it ended."""
+"""A worker: claims runs of a sweep, trains each in a process, and records its end."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Child:
 
 
 class Worker:
-    """Takes the runs of a sweep, until none is left that nobody has.
+    """Trains the unclaimed runs of a sweep until none is left.
 
     Args:
         sweep: whose runs.
@@ -199,7 +199,7 @@ class Worker:
         return EXIT_SOME_FAILED if {*mine} & {"failed", "interrupted"} else 0
 
     def _take(self) -> tuple[Claim, SweepRun, int | None] | None:
-        """Claim a run that nobody has; None where there is none."""
+        """Claim an unclaimed run; None if there is none."""
         self._sweep.check_is_there()
         for trial, run in self._open():
             if self._tries[run.folder] >= TRIES or read_state(run.folder).status in ENDED:
@@ -208,7 +208,7 @@ class Worker:
                 claim = Claim(run.folder)
             except FolderInUseError:
                 continue
-            if claim.state.status not in ENDED:  # by somebody else, since this process has looked
+            if claim.state.status not in ENDED:  # another worker ended it since this process looked
                 self._tries[run.folder] += 1
                 return claim, run, trial
             claim.release()
@@ -222,7 +222,7 @@ class Worker:
         yield from self._study.open_trials()
         while (asked := self._study.ask()) is not None:
             yield asked
-            self._study.tell_ended()  # a point that was asked for before
+            self._study.tell_ended()  # a point that was requested before
 
     def _train(self, claim: Claim, run: SweepRun, trial: int | None) -> None:
         """Train a run to its end or until this process is asked to stop."""
@@ -273,7 +273,7 @@ def _reason(folder: Path, code: int, begin: int) -> str:
 
 
 def saved_at(folder: Path) -> int | None:
-    """When the last checkpoint of a run was written, in ns; None where there is none."""
+    """Return the time of a run's last checkpoint in ns; None if there is none."""
     path = checkpoint_file(folder, "last")
     return None if path is None else path.stat().st_mtime_ns
 

@@ -223,7 +223,7 @@ def headline(names: Sequence[str], criterion: nn.Module) -> str:
     """The metric that decides which checkpoint is best.
 
     It is top-1 of the finest level that the loss counts (LOSS.LEVEL_WEIGHTS), mean average precision where
-    samples have several labels, or the loss where there are no classes.
+    samples have several labels, or the loss without classes.
 
     Args:
         names: of the metrics of a validation.

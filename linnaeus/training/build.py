@@ -58,7 +58,7 @@ def check_before_data(
 
     Raises:
         ConfigError: an unknown model or optimizer, LoRA beside FREEZE or without peft, SyncBatchNorm on the
-            CPU, or a key that does not go with sharding.
+            CPU, or a key that cannot be used with sharding.
     """
     check_sharding(sharding, config, world)
     if not is_target(model):
@@ -193,7 +193,7 @@ def assemble(
     criterion = _build_criterion(loss_node, data, device)
     if shards is not None and trainable_parameters(criterion):
         raise ConfigError(
-            f"DIST.SHARDING: {shards.SHARDING!r} does not go with the trainable parameters of "
+            f"DIST.SHARDING: {shards.SHARDING!r} cannot be used with the trainable parameters of "
             f"{loss_node['_target_']} (LOSS); set none, or put the parameters into the model"
         )
     distillation, teacher = build_distillation(model_node, loss_node, data, device)
@@ -249,7 +249,7 @@ def assemble(
 
 
 def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Module:
-    """The loss, on its device, with the values of classes that `LOSS` asks for."""
+    """The loss, on its device, with the class values that `LOSS` needs."""
     taxonomy = data.taxonomy
     statistics = None if is_target(node) or taxonomy is None else class_statistics(node, data)
     criterion = build_loss(node, taxonomy, device, statistics).to(device)

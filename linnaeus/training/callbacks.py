@@ -27,7 +27,7 @@ MOMENTS = (
     "on_validation_end",
     "on_epoch_end",
 )
-"""The methods that a callback may have. A trial of AutoBatch calls those of Linnaeus alone.
+"""The methods that a callback may have. Trials of AutoBatch call only Linnaeus's own callbacks.
 
 A step starts, has a backward pass for each micro-batch, updates the parameters unless the gradient scaler
 skips that, and ends when it is counted. An epoch ends after its validation and before its checkpoint.

@@ -85,7 +85,7 @@ equal in both, or belong to the optimizer's state, such as a count of steps."""
 
 @dataclass
 class TrainingProgress:
-    """How far training has come; part of every checkpoint.
+    """Progress of training; part of every checkpoint.
 
     Attributes:
         epoch: number of finished epochs.
@@ -97,7 +97,7 @@ class TrainingProgress:
         metrics: metrics of the last validation.
         best_metrics: the best value of each metric so far, where one was finite.
         seconds: time spent in training steps, loading included, validation not.
-        best_epoch: the epoch of `best`; None where it is not known.
+        best_epoch: the epoch of `best`; None if unknown.
         watched_best: best value of the metric that early stopping watches, where larger is better.
         num_stale: validations since the last improvement.
     """
@@ -125,7 +125,7 @@ class TrainingProgress:
         return [int(step) for *_, step in self.best]
 
     def rank(self, metric: str, values: Mapping[str, float], keep: int) -> None:
-        """Enter a validation among the best ones, of which at most `keep` stay; see `sort_key`."""
+        """Add a validation to the best ones and keep at most `keep` of them; see `sort_key`."""
         entry = sort_key(metric, values, self.step)
         if entry is None:
             return
@@ -178,7 +178,7 @@ class TrainingState:
         """Restore the result of `state_dict`, but for the values that come from the configuration.
 
         These are learning rate, weight decay, and the weights of a loss that learns nothing. A gradient
-        scaler that was off starts anew, as does a new average.
+        scaler that was off starts over, like a new average.
 
         Args:
             state: the state; the optimizer may keep its tensors.
@@ -269,7 +269,7 @@ class Checkpoint:
         changed = [change for change in self.changes if change.startswith("LOSS")]
         if changed and state.get("criterion") and not is_rebuilt_from_config(target.criterion):
             raise ConfigError(
-                "EXPERIMENT.NAME: the checkpoint holds the state of your LOSS under other settings: "
+                "EXPERIMENT.NAME: the checkpoint holds the state of your LOSS with other settings: "
                 f"{', '.join(changed)}. {REMEDY}"
             )
         if isinstance(target.model, FSDPModule):
@@ -288,7 +288,7 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """`last.pt`, the one before it in `previous.pt`, `best.pt`, and numbered ones where they are asked for.
+    """`last.pt`, the one before it in `previous.pt`, `best.pt`, and numbered ones on request.
 
     A new checkpoint is written to `pending.pt` first. A process that is killed at any moment leaves at least
     one of `last.pt`, `previous.pt` and `pending.pt` whole, even where `last.pt` was damaged before. One of
@@ -507,7 +507,7 @@ class CheckpointFolder:
         return (path for path in dict.fromkeys(names) if path.exists())
 
     def read_latest(self) -> dict[str, Any] | None:
-        """The newest checkpoint that can be read, as `load_checkpoint` gives it; None when there is none.
+        """The newest checkpoint that can be read, as `load_checkpoint` returns it; None if there is none.
 
         Raises:
             CheckpointError: there are checkpoints, but none can be read.
@@ -526,7 +526,7 @@ class CheckpointFolder:
         if reasons:
             raise CheckpointError(
                 f"{reasons[0]}. No other checkpoint in {self.folder} can be read either; delete them or "
-                "choose another EXPERIMENT.NAME to start anew"
+                "choose another EXPERIMENT.NAME to start over"
             )
         return None
 
@@ -550,7 +550,7 @@ class CheckpointFolder:
         return self._load(read, world)
 
     def load_best(self, world: World) -> Checkpoint | None:
-        """The best checkpoint; None where there is none. Otherwise as `load_latest`."""
+        """The best checkpoint; None if there is none. Otherwise as `load_latest`."""
         self.wait()
 
         def read() -> dict[str, Any] | None:
@@ -622,13 +622,13 @@ def load_checkpoint(path: Path, *, mmap: bool = False, check: bool | None = None
         )  # torch's message advises to trust the file
         reason = "it holds more than tensors and plain values" if holds_code else first_line(error)
         raise CheckpointError(
-            f"{path} is damaged or no checkpoint of Linnaeus: {reason}"
+            f"{path} is damaged or not a checkpoint of Linnaeus: {reason}"
         ) from error
     names = content.keys() if isinstance(content, dict) else set()
     if missing := [name for name in _REQUIRED if name not in names]:
         raise CheckpointError(
-            f"{path} is no checkpoint of a run of Linnaeus: it has no {missing[0]} (for a file of weights "
-            "alone there is MODEL.WEIGHTS)"
+            f"{path} is not a checkpoint of Linnaeus: it has no {missing[0]} (to load only weights, "
+            "set MODEL.WEIGHTS)"
         )
     if content["progress"].keys() != vars(TrainingProgress()).keys():
         raise CheckpointError(
@@ -683,7 +683,7 @@ def local_shards_of(
     own |= {f"optimizer.state.{number}": parameter for number, parameter in enumerate(parameters)}
 
     def place(name: str, value: Any) -> Any:
-        """What is sharded as this value, if anything is: a parameter, for its moments too."""
+        """Return the sharded parameter of a value or of an optimizer moment; None if it is not sharded."""
         found = own.get(name, own.get(name.rpartition(".")[0]))
         return (
             found

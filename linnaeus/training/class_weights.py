@@ -21,7 +21,7 @@ _KEY = "LOSS.CLASS_WEIGHTS"
 
 
 def class_statistics(node: LossConfig, data: DataBundle) -> dict[str, list[Tensor]]:
-    """The values that LOSS asks for, by the name of their buffers: for each level float32 [C].
+    """The values that LOSS needs, by the name of their buffers: for each level float32 [C].
 
     * `class_weights`: see `class_weights`.
     * `logit_offsets`: `LOGIT_ADJUSTMENT * log(n / N)` for a class with n of the N known labels of its level;

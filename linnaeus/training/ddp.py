@@ -1,10 +1,10 @@
-"""DistributedDataParallel: the model as ranks train it, and BatchNorm's statistics made equal on all ranks.
+"""DistributedDataParallel: wrap the model, and make BatchNorm's statistics equal on all ranks.
 
 Every rank gathers running statistics from its own samples. They are made equal before a validation, and
-before a checkpoint between an epoch's last step and its validation. Any other checkpoint within an epoch
-holds those of one rank as they are: at the first forward pass of the next optimizer step
-DistributedDataParallel gives rank 0's to every rank. Training is therefore the same bit for bit, whether or
-not it stops and resumes in between.
+before a checkpoint between an epoch's last step and its validation. Other checkpoints within an epoch hold
+the statistics of one rank. At the first forward pass of the next optimizer step, DistributedDataParallel
+copies the statistics of rank 0 to every rank. Training is therefore bit-identical, whether or not it stops
+and resumes in between.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def wrap(
 def _rebuild_buckets_now(wrapper: DistributedDataParallel) -> None:
     """Force the wrapper to rebuild its buckets before the first step.
 
-    After its first backward pass a wrapper sorts the gradients into new buckets, in the order in which they
-    came. How three or more ranks round a sum depends on its place in a bucket, so that the first step of a
-    resumed run would differ from that of a run without a break. A backward pass of zeros, from the last
-    parameter to the first, gives the order before the first step.
+    After its first backward pass, a wrapper sorts the gradients into new buckets, in order of their arrival.
+    With three or more ranks, the rounding of a sum depends on its place in a bucket. The first step of a
+    resumed run would then differ from an uninterrupted run. A backward pass of zeros, from the last parameter
+    to the first, sets the order before the first step.
     """
     parameters = [parameter for parameter in wrapper.module.parameters() if parameter.requires_grad]
     wrapper.reducer.prepare_for_backward([])
@@ -103,9 +103,9 @@ class BatchNormBroadcast:
 def distribute_batchnorm(model: nn.Module, ema_module: nn.Module | None, world: World) -> None:
     """Average the running statistics over the ranks. Every rank must call this.
 
-    All ranks then validate one and the same model, the one that a checkpoint of rank 0 holds. The average
-    of the weights takes the statistics of rank 0: each rank's average follows the statistics of that rank
-    and drifts from the others, and a checkpoint holds only that of rank 0, to resume from.
+    All ranks then validate the same model, which a checkpoint of rank 0 holds. The average of the weights
+    takes the statistics of rank 0, because each rank's average follows its own statistics and drifts from the
+    others, and a checkpoint holds only the average of rank 0.
 
     Args:
         model: without DistributedDataParallel.

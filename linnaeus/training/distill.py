@@ -106,7 +106,7 @@ def build_distillation(
             teacher, levels, colors = _read_teacher(name, data, Level(taxonomy.names[-1], ()))
     except TrustError as error:
         raise ConfigError(
-            f"{problem} is a run with a model of its own; name one of timm's, or a run of one"
+            f"{problem} is a run with its own model class; name a timm model, or a run of one"
         ) from error
     except LinnaeusError as error:
         reasons = "; ".join(getattr(error, "problems", [str(error)]))
@@ -130,7 +130,7 @@ def build_distillation(
         raise ConfigError(
             f"{problem} cannot take the images of this run: {first_line(error)}"
         ) from error
-    note = "" if isinstance(convert, nn.Identity) else ", with images of its own mean and std"
+    note = "" if isinstance(convert, nn.Identity) else ", with its own mean and std of images"
     return found.to(device), f"teacher: {name}{note}"
 
 

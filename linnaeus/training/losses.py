@@ -74,7 +74,7 @@ def log_probabilities(outputs: Tensor, *, are_logs: bool, is_multilabel: bool = 
     >>> log_probabilities(outputs, are_logs=True).exp(), log_probabilities(outputs, are_logs=False).exp()
     (tensor([[0.6000, 0.3000]]), tensor([[0.6667, 0.3333]]))
 
-    With `are_logs`, the `gives_log_probabilities` of the model, its outputs [B, C] stay what they are: those
+    With `are_logs`, the `gives_log_probabilities` of the model, its outputs [B, C] are unchanged: those
     of a level may add up to less than 1, and a softmax would make them add up to 1. Several labels per sample
     have a sigmoid for each class.
     """
@@ -87,15 +87,15 @@ class TaxonomicLoss(nn.Module):
     """Weighted mean over the levels; the loss of a level is averaged over all samples.
 
     A sample whose label is unknown at a level adds 0 to that level and counts in the average. The divisor is
-    therefore the number of samples and not that of known labels, nor the sum of class weights, so that the
-    gradient of an effective batch does not depend on how it is split into micro-batches and ranks.
+    therefore the number of samples, and not the number of known labels or the sum of class weights. The
+    gradient of an effective batch then does not depend on its split into micro-batches and ranks.
 
     Targets are labels or, for batches mixed by Mixup or CutMix, probabilities; the loss of a mixed sample is
     the mean of the losses with either label, by the parts of the images.
 
     Args:
         level_names: L names, coarse to fine.
-        level_weights: L weights; they are normalised to sum to 1.
+        level_weights: L weights; they are normalized to sum to 1.
         label_smoothing: in [0, 1).
         num_classes: L numbers of classes, checked against the model's outputs; None does not check, and
             cannot take probabilities.
@@ -378,7 +378,7 @@ def build_loss(
 
     Args:
         node: `LossConfig`, or a `_target_` node of a callable (outputs, targets) -> scalar, a mean over the
-            samples. Lists of numbers arrive as tensors where the signature asks for a tensor.
+            samples. Lists of numbers arrive as tensors if the signature has a tensor.
         taxonomy: levels and classes of the labels; None when a user's dataset has none.
         device: of those tensors; None is torch's default.
         statistics: values [C] of the classes of each level, see `class_statistics`. Without them their
@@ -448,7 +448,7 @@ def _custom_loss(
         raise ConfigError(
             f"LOSS: {name} takes logits and labels of one level, but there are {len(counts)} "
             f"({', '.join(counts)}). With several, a loss gets a tuple of logits, [batch, classes] for each "
-            f"level, and labels [batch, {len(counts)}]: name one of your own, or leave out LOSS._target_ for "
+            f"level, and labels [batch, {len(counts)}]: use your own loss, or leave out LOSS._target_ for "
             "the built-in ones (LOSS.NAME, LOSS.LABEL_SMOOTHING, LOSS.LEVEL_WEIGHTS)"
         )
     return SingleLevel(loss, *counts)

@@ -22,7 +22,7 @@ def build_optimizer(
     Args:
         node: `OptimizerConfig` (timm's factory: no weight decay on biases, norms and the model's
             `no_weight_decay` names), or a `_target_` node of a callable that takes the parameters first.
-            A group's `lr_scale`, where it has one, is for the schedule to apply.
+            A group's `lr_scale`, if it has one, is applied by the schedule.
         model: without DistributedDataParallel.
         loss_parameters: become the last group, without weight decay.
 
@@ -66,7 +66,7 @@ def _from_timm(node: Any, model: nn.Module) -> torch.optim.Optimizer:
         if not hasattr(backbone, "group_matcher") or not hasattr(model, "group_matcher"):
             raise ConfigError(  # timm would take a guess
                 f"OPTIMIZER.LAYER_DECAY: {node.LAYER_DECAY}, but {type(backbone).__name__} has no "
-                "group_matcher, which says what the layers of a model are, as those of timm have; leave it "
+                "method group_matcher, which names the layers of a model, as in timm's models; leave it "
                 "null"
             )
         arguments["layer_decay"] = node.LAYER_DECAY

@@ -1,4 +1,4 @@
-"""Out of memory in training: the state before the step, what held the memory, and what helps."""
+"""Out of memory in training: restore the state before the step, and report memory use and remedies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOTABLE_BYTES = GIB // 100
 def state_bytes(assembly: Assembly, device: torch.device) -> dict[str, int]:
     """Count the bytes of training state on a device, by name. Shared storage counts once.
 
-    The optimizer's state stays resident during validation; there are no gradients then.
+    In validation the optimizer state stays in memory, and there are no gradients.
     """
     modules = nn.ModuleList([assembly.model, assembly.criterion])
     average = nn.ModuleList([] if assembly.ema is None else [assembly.ema.module])
@@ -52,14 +52,14 @@ def state_bytes(assembly: Assembly, device: torch.device) -> dict[str, int]:
 
 
 class StepStart:
-    """Callback that copies what forward, backward and clipping change, before each optimizer step.
+    """Callback that copies the buffers and random number generators before each optimizer step.
 
-    That is the buffers and the random number generators. There are no gradients before a step; parameters,
-    optimizer, loss scale and average change in the update, which cannot be undone.
+    Forward, backward and clipping change only these and the gradients, which are empty before a step. The
+    update changes parameters, optimizer, loss scale and average, and cannot be undone.
 
     Args:
-        assembly: the model and what belongs to it.
-        device: of training.
+        assembly: the model and its training objects.
+        device: the device of training.
     """
 
     def __init__(self, assembly: Assembly, device: torch.device) -> None:
@@ -69,8 +69,8 @@ class StepStart:
 
     @torch.no_grad()
     def on_step_start(self, state: CallbackState) -> None:
-        """Copy it."""
-        self._buffers = []  # frees the last step's copies before there are new ones
+        """Copy buffers and generators."""
+        self._buffers = []  # frees the last step's copies first
         self._buffers = [
             (module._buffers, name, buffer, buffer.clone())
             for part in (self._assembly.model, self._assembly.criterion)
@@ -82,10 +82,10 @@ class StepStart:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the copies back, and drop the gradients."""
+        """Restore the copies and drop the gradients."""
         self._assembly.optimizer.zero_grad(set_to_none=True)
         if self._assembly.scaler.is_enabled():
-            # The step may have noted that its gradients are unscaled; only `update` would forget it.
+            # The scaler may have recorded that gradients are unscaled. Otherwise only `update` clears this.
             self._assembly.scaler._per_optimizer_states.clear()
         for registry, name, buffer, copy in self._buffers:
             buffer.copy_(copy)
@@ -95,13 +95,13 @@ class StepStart:
 
 @dataclass(frozen=True)
 class SizeOrigin:
-    """Where the batch size of training or of validation comes from.
+    """Origin of the batch size of training or validation.
 
     Attributes:
         size: samples per rank.
-        sentence: says where it comes from.
-        key: the key that is set to less for a smaller size.
-        alternatives: what leads to a smaller size too.
+        sentence: the origin in a sentence.
+        key: the key to lower for a smaller size.
+        alternatives: other ways to a smaller size.
     """
 
     size: int
@@ -117,9 +117,9 @@ def train_remedies(
     effective_batch_size: int,
     origin: SizeOrigin | None,
 ) -> Iterator[str]:
-    """What makes the forward and backward passes of training need less; only what would have an effect.
+    """Yield remedies that would lower the memory of training's forward and backward passes.
 
-    `size` is that of the micro-batch that did not fit, `effective_batch_size` that of its optimizer step.
+    `size` is the micro-batch that did not fit, `effective_batch_size` the samples of its optimizer step.
     """
     smallest = (
         2 if batchnorm_kind(assembly.model) == "local" else 1
@@ -136,13 +136,13 @@ def train_remedies(
         yield from origin.alternatives
     if not config.GRADIENT_CHECKPOINTING:
         with suppress(ConfigError):
-            set_gradient_checkpointing(assembly.model)  # the run ends, so that its model may change
+            set_gradient_checkpointing(assembly.model)  # the run ends, so its model may change
             yield "TRAIN.GRADIENT_CHECKPOINTING True"
     yield "a smaller model"
 
 
 def update_remedies(assembly: Assembly) -> Iterator[str]:
-    """What makes the state of training smaller; batch size and activations have no part in an update."""
+    """Yield remedies for an optimizer update, whose memory does not depend on the batch size."""
     yield "an optimizer with less state (OPTIMIZER.NAME)"
     if assembly.ema is not None:
         yield "TRAIN.EMA.ENABLED False"
@@ -150,7 +150,7 @@ def update_remedies(assembly: Assembly) -> Iterator[str]:
 
 
 def validation_remedies(origin: SizeOrigin | None) -> Iterator[str]:
-    """What makes validation need less; `origin` as for `train_remedies`."""
+    """Yield remedies that lower the memory of validation. `origin` is as for `train_remedies`."""
     if origin is not None and origin.size > 1:
         yield f"{origin.key} below {origin.size}"
         yield from origin.alternatives
@@ -158,9 +158,9 @@ def validation_remedies(origin: SizeOrigin | None) -> Iterator[str]:
 
 
 def what_held_memory(assembly: Assembly, device: torch.device) -> str:
-    """Describe the contents of the memory in a sentence; call it while the exception holds the activations.
+    """Describe the memory's contents in a sentence. Call this while the exception holds the activations.
 
-    Where memory is too short even for this, or cannot be measured, it says so.
+    The sentence says so if the memory cannot be measured or is too short even for this.
     """
     try:
         memory = device_memory(device)
@@ -172,7 +172,7 @@ def what_held_memory(assembly: Assembly, device: torch.device) -> str:
             is_cpu=device.type == "cpu",
         )
     except (MemoryError, RuntimeError, OSError, NotImplementedError) as error:
-        return f"What held the memory is not known ({type(error).__name__})"
+        return f"The memory could not be measured ({type(error).__name__})"
 
 
 def memory_sentence(
@@ -183,13 +183,13 @@ def memory_sentence(
     total_bytes: int,
     is_cpu: bool,
 ) -> str:
-    """The parts of the memory, the largest first, without those below 0.01 GiB.
+    """Return the parts of the memory of at least 0.01 GiB in a sentence, the largest first.
 
     >>> state = {"parameters": 2 * GIB, "gradients": GIB, "buffers": 100}
     >>> memory_sentence(state, held_bytes=7 * GIB, outside_bytes=GIB, total_bytes=8 * GIB, is_cpu=False)
     'This process held 7.00 of 8.00 GiB: activations and batch 4.00, parameters 2.00, gradients 1.00. Outside its allocator (context, libraries, other processes): 1.00 GiB'
 
-    `outside_bytes` are in use outside this process's allocator; on the CPU, by other processes.
+    `outside_bytes` is the memory outside this process's allocator; on the CPU, memory of other processes.
     """  # noqa: E501
     activations = "activations, batch, libraries" if is_cpu else "activations and batch"
     parts = {**state, activations: max(held_bytes - sum(state.values()), 0)}
@@ -211,10 +211,10 @@ def _gib(num_bytes: int) -> str:
 
 
 def wait_unless_first(world: World) -> None:
-    """Return on the first rank that calls this. On the others, wait for that rank's error and raise it.
+    """Return on the first rank that calls this. On the others, wait for its error and raise it.
 
     Raises:
-        LinnaeusError: that error.
+        LinnaeusError: the first rank's error.
     """
     control = world.control
     assert control is not None
@@ -226,15 +226,15 @@ def wait_unless_first(world: World) -> None:
 def end_with_checkpoint(
     world: World, text: str, limit: int, save: Callable[[], object]
 ) -> OutOfMemoryError:
-    """The error that ends all ranks after memory ran out; the first rank to call this saves a checkpoint.
+    """Save a checkpoint after memory ran out and return the error that ends all ranks.
 
-    Other ranks wait here for its end. Parameters, optimizer and average are the same on all ranks after the
-    last completed step, so that any one of them can save.
+    The first rank to call this saves, and the others wait. After the last completed step, parameters,
+    optimizer and average are equal on all ranks, so any rank can save.
 
     Args:
         world: several ranks.
-        text: what has happened.
-        limit: most samples of a micro-batch in the next attempt.
+        text: description of the failure.
+        limit: maximum number of samples per micro-batch in the next attempt.
         save: writes the checkpoint.
     """
     wait_unless_first(world)
@@ -242,8 +242,8 @@ def end_with_checkpoint(
     try:
         save()
         outcome = (
-            "all ranks end with a checkpoint. With TRAIN.AUTO_RESUME True the next attempt (torchrun "
-            f"--max-restarts, or the same command again) takes micro-batches of at most {limit} and the "
+            "all ranks end with a checkpoint. Set TRAIN.AUTO_RESUME True: the next attempt (torchrun "
+            f"--max-restarts, or the same command again) uses micro-batches of at most {limit} and the "
             "same effective batch"
         )
     except CheckpointError as problem:
@@ -253,13 +253,13 @@ def end_with_checkpoint(
 
 @dataclass
 class OutOfMemoryReport:
-    """The errors of a run that has run out of memory: what failed, what held the memory, and what helps.
+    """Errors of a run that ran out of memory: the failure, the contents of the memory, and remedies.
 
-    Call its methods in the handler of the exception, which holds the activations.
+    Call its methods while handling the exception, which holds the activations.
 
     Attributes:
         config: the TRAIN node.
-        origins: where the batch sizes come from, for `train` and `val`.
+        origins: origin of the batch sizes of `train` and `val`.
     """
 
     config: TrainConfig
@@ -270,25 +270,25 @@ class OutOfMemoryReport:
     def of_step(
         self, text: str, stage: Stage, *, is_updating: bool, smallest: int
     ) -> OutOfMemoryError | None:
-        """The error of an optimizer step; None if it can be taken again with smaller micro-batches.
+        """Return the error of an optimizer step; None if smaller micro-batches allow to repeat it.
 
         Args:
-            text: what has happened.
+            text: description of the failure.
             stage: the sizes of the step.
             is_updating: whether the update had begun.
-            smallest: samples of the smallest micro-batch that the run would then have.
+            smallest: size of the smallest micro-batch after halving.
         """
         if is_updating:
             obstacle = f"The update had begun, which cannot be undone, so {_KEY} split cannot help"
         elif stage.micro_batch_size == 1:
             obstacle = "A micro-batch of one sample cannot be split"
         elif smallest < 2 and batchnorm_kind(self.assembly.model) == "local":
-            obstacle = "Split further, a micro-batch would have one sample, too few for BatchNorm"
+            obstacle = "A smaller micro-batch would have one sample, too few for BatchNorm"
         elif self.config.ON_OUT_OF_MEMORY != "split":
-            obstacle = f"{_KEY} split would train on with smaller micro-batches"
+            obstacle = f"{_KEY} split would repeat the step with smaller micro-batches"
         else:
             return None
-        remedies = update_remedies(self.assembly)  # there were no activations in an update
+        remedies = update_remedies(self.assembly)  # an update holds no activations
         if not is_updating:
             remedies = train_remedies(
                 self.config,
@@ -300,14 +300,14 @@ class OutOfMemoryReport:
         return self._error(text, "train", obstacle, remedies)
 
     def of_validation(self, error: Exception, epoch: int) -> OutOfMemoryError:
-        """The error of the validation after an epoch."""
+        """Return the error of the validation after an epoch."""
         origin = self.origins.get("val")
         size = "" if origin is None else f", with batches of {origin.size}"
         text = f"out of memory in the validation after epoch {epoch}{size}: {first_line(error)}"
         return self._error(text, "val", "Validation is never split", validation_remedies(origin))
 
     def between_steps(self, error: Exception, step: int) -> OutOfMemoryError:
-        """The error of anything else, after so many steps."""
+        """Return the error of other code after an optimizer step."""
         text = f"out of memory after optimizer step {step}: {first_line(error)}"
         return self._error(
             text, "train", "No training step failed", validation_remedies(self.origins.get("train"))
@@ -322,6 +322,6 @@ class OutOfMemoryReport:
             "" if origin is None else origin.sentence,
             what_held_memory(self.assembly, self.world.device),
             obstacle,
-            f"What helps: {'; '.join(remedies)}",
+            f"Remedies: {'; '.join(remedies)}",
         )
         return OutOfMemoryError(".\n".join(filter(None, lines)))

@@ -151,7 +151,7 @@ def _defaults() -> dict[str, str]:
 def find_checkpoint(
     checkpoints: CheckpointFolder, nodes: Mapping[str, Any], resume_with: str | None, world: World
 ) -> Checkpoint | None:
-    """The checkpoint to resume from; None, and a log line that says so, where there is none.
+    """Return the checkpoint to resume from. Without one, log this and return None.
 
     Every rank must call this.
 
@@ -177,7 +177,7 @@ def find_checkpoint(
 
 
 def check_changes(changes: Iterable[Change], resume_with: str | None) -> None:
-    """Refuse another optimizer, schedule or seed, unless TRAIN.RESUME_WITH takes it; log what it takes.
+    """Refuse another optimizer, schedule or seed unless TRAIN.RESUME_WITH allows it. Log allowed changes.
 
     Raises:
         ConfigError: names each key with both values, and the remedies.
@@ -190,7 +190,7 @@ def check_changes(changes: Iterable[Change], resume_with: str | None) -> None:
             remedy += ", take this configuration's with TRAIN.RESUME_WITH lr"
         raise ConfigError(
             f"EXPERIMENT.NAME: the checkpoint was written with another configuration: "
-            f"{', '.join(map(str, refused))}. {remedy}, or start anew: {REMEDY[0].lower()}{REMEDY[1:]}"
+            f"{', '.join(map(str, refused))}. {remedy}, or start over: {REMEDY[0].lower()}{REMEDY[1:]}"
         )
     for change in fixed:
         logger.info("TRAIN.RESUME_WITH %s: %s", resume_with, change)
@@ -201,7 +201,7 @@ def check_classes(spec: Mapping[str, Any], taxonomy: Taxonomy | None, run: Path)
 
     Args:
         spec: the checkpoint's `ModelSpec` as plain values.
-        taxonomy: of the data; None where it has no classes.
+        taxonomy: of the data; None if it has no classes.
         run: folder of the run, for the remedy.
 
     Raises:
@@ -326,7 +326,7 @@ def is_finished(progress: TrainingProgress, train: TrainConfig, result: Path, wo
 
 
 def restore_generators(content: Mapping[str, Any], world: World, seed: int) -> None:
-    """Restore this rank's random number generators; on another number of ranks, seed them anew.
+    """Restore this rank's random number generators; on another number of ranks, reseed them.
 
     Args:
         content: of a checkpoint.

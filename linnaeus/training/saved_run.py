@@ -108,13 +108,13 @@ def _read_export(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{file}: its entry `linnaeus` is not what `linnaeus export --format safetensors` writes "
+            f"{file}: its entry `linnaeus` was not written by `linnaeus export --format safetensors` "
             f"({type(error).__name__}: {first_line(error)})"
         ) from error
     if content is None:
         raise CheckpointError(
-            f"{file} does not say what its model takes: `linnaeus export --format safetensors` has not "
-            "written it"
+            f"{file} has no description of its model, so it was not written by `linnaeus export --format "
+            "safetensors`"
         )
     return content
 
@@ -128,7 +128,7 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
     if path.is_file():
         if str(checkpoint) not in ("best", str(path)):
             raise CheckpointError(
-                f"{path} is a checkpoint itself; leave out the checkpoint {checkpoint}"
+                f"{path} is already a checkpoint; leave out the checkpoint {checkpoint}"
             )
         return path
     if not path.is_dir():

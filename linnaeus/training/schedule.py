@@ -101,7 +101,7 @@ class Schedule:
     Args:
         config: the SCHEDULE node; its warm-up keys are not read.
         optimizer: its learning rates are the peaks, which each group keeps as `initial_lr`. A group's rate is
-            multiplied by its `lr_scale`, where it has one, as timm's schedulers do.
+            multiplied by its `lr_scale`, if it has one, as timm's schedulers do.
         steps_per_epoch, warmup_steps: as for `lr_factor`.
         batch_size_lr_factor: learning-rate factor for the batch size at a position, in (0, 1].
         metric: name of the metric that `plateau` watches.

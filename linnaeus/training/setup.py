@@ -149,7 +149,7 @@ def with_overfit_limit(config: Config, world: World) -> DataConfig:
     }
     if wrong := [key for key, is_set in others.items() if is_set]:
         raise ConfigError(
-            f"TRAIN.OVERFIT_BATCHES: {train.OVERFIT_BATCHES} does not go with {', '.join(wrong)}; leave "
+            f"TRAIN.OVERFIT_BATCHES: {train.OVERFIT_BATCHES} cannot be used with {', '.join(wrong)}; leave "
             "one out"
         )
     batch = data.BATCH_SIZE * world.world_size * train.ACCUMULATION_STEPS

@@ -21,7 +21,7 @@ from linnaeus.runtime.errors import ConfigError
 
 
 def shards_model(config: DistConfig, world: World) -> bool:
-    """Whether this run shards its model: a single rank has nobody to share it with."""
+    """Whether this run shards its model: a single rank has no other rank to share with."""
     return config.SHARDING != "none" and world.is_distributed
 
 
@@ -49,7 +49,9 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
     }
     found = [f"{name} (set {remedy})" for name, (is_set, remedy) in refused.items() if is_set]
     if found:
-        raise ConfigError(f"DIST.SHARDING: {config.SHARDING!r} does not go with {', '.join(found)}")
+        raise ConfigError(
+            f"DIST.SHARDING: {config.SHARDING!r} cannot be used with {', '.join(found)}"
+        )
 
 
 def sharding_sentence(model: nn.Module, config: DistConfig, world: World) -> str | None:
@@ -69,7 +71,7 @@ def sharding_sentence(model: nn.Module, config: DistConfig, world: World) -> str
 
 
 def make_mesh(config: DistConfig, world: World) -> DeviceMesh:
-    """The ranks as FSDP2 sees them: all share one copy, or with `hybrid` those of each node do."""
+    """Return the mesh for FSDP2: all ranks share one copy, or with `hybrid` the ranks of each node."""
     kind = (
         "cpu" if world.device.type == "meta" else world.device.type
     )  # on `meta` there are no groups
@@ -149,7 +151,7 @@ def shard(
     )
     if config.PARAM_DTYPE != "fp32" and has_batchnorm:
         raise ConfigError(
-            f"DIST.PARAM_DTYPE: {config.PARAM_DTYPE!r} does not go with BatchNorm, whose statistics are "
+            f"DIST.PARAM_DTYPE: {config.PARAM_DTYPE!r} cannot be used with BatchNorm, whose statistics are "
             "fp32; set fp32, and TRAIN.AMP bf16"
         )
     sources = dict(model.named_parameters(remove_duplicate=False))
@@ -201,7 +203,7 @@ def _check_ties(model: nn.Module, blocks: list[nn.Module]) -> None:
         if owners.setdefault(parameter, module) is not module:
             raise ConfigError(
                 f"DIST.SHARD_BLOCKS: {name} is shared by modules that are gathered apart; set "
-                "DIST.SHARD_BLOCKS to modules of which one holds all uses of it, or to []"
+                "DIST.SHARD_BLOCKS to modules, one of which holds all uses of it, or to []"
             )
 
 

@@ -75,7 +75,7 @@ class TrainStep:
             num_samples: samples of all of them, where their sizes differ: the mean is then over samples.
 
         Returns:
-            The mean loss over the micro-batches: a detached scalar on the device, not synchronised.
+            The mean loss over the micro-batches: a detached scalar on the device, not synchronized.
         """
         batches = iter(micro_batches)
         self._call_back("on_step_start")

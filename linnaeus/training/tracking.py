@@ -24,10 +24,10 @@ logger = logging.getLogger("linnaeus.training.tracking")
 
 
 class Tracker:
-    """Hands a run's metrics on to loggers, by name, beside the run's own files; one that fails is left out.
+    """Passes a run's metrics to loggers by name, in addition to the run's files. Drops a logger that fails.
 
-    The end of its context closes the run, after an exception with exit code 1. What a logger does not
-    override does nothing.
+    The end of its context closes the run, after an exception with exit code 1. Methods that a logger does not
+    override do nothing.
     """
 
     _loggers: Mapping[str, Tracker] = {}

@@ -59,7 +59,7 @@ from linnaeus.training.watch import Speed, TimedBatches, loader_advice, peak_mem
 logger = logging.getLogger("linnaeus.trainer")
 
 _TOO_FEW_FOR_BATCHNORM = "Expected more than 1 value per channel when training"
-"""What torch says of a micro-batch of one sample, where a feature map has one pixel."""
+"""Start of torch's error for a micro-batch of one sample and a feature map of one pixel."""
 
 
 @dataclass
@@ -71,12 +71,12 @@ class FitResult:
         best_metrics: the best value of each metric over all validations.
         images_per_s: training samples per second over all ranks, since this process started training.
         training_s: seconds of training without validation, including those before the run was resumed.
-        stop_signal: the signal that has stopped the run, with a checkpoint; 0 where it is complete.
-        headline: name of the metric that decides which checkpoint is best.
+        stop_signal: the signal that stopped the run with a checkpoint; 0 if the run is complete.
+        headline: name of the metric that selects the best checkpoint.
         num_steps: optimizer steps of the run so far.
-        best_epoch: the epoch of the best checkpoint; None where it is not known.
-        stopped_early: a sentence that says why the run ended before its last epoch; empty where it did not.
-        test: metrics of the best checkpoint on the test split; None where there is none.
+        best_epoch: the epoch of the best checkpoint; None if unknown.
+        stopped_early: reason why the run ended before its last epoch; empty if it did not.
+        test: metrics of the best checkpoint on the test split; None if there is no such split.
     """
 
     metrics: dict[str, float]
@@ -93,27 +93,27 @@ class FitResult:
 
 @dataclass
 class Trainer:
-    """The training loop. Everything it needs is built before and handed in.
+    """The training loop. The caller builds all parts and passes them in.
 
-    It changes what it trains, `progress`, and on running out of memory the sizes of the training loader. The
-    way to the model is `fit`, `train_epoch`, `TrainStep.__call__`.
+    It changes the assembly, `progress`, and after running out of memory the sizes of the training loader. The
+    frames above the model are `fit`, `train_epoch`, `TrainStep.__call__`.
 
     Attributes:
         config: the TRAIN node; how often to log, validate and save.
-        plan: the batch sizes of all optimizer steps; replaced when micro-batches have to be smaller.
-        assembly: the model and what belongs to it; a checkpoint holds its state.
+        plan: the batch sizes of all optimizer steps; replaced when micro-batches must be smaller.
+        assembly: model, optimizer, losses and metrics; a checkpoint holds their state.
         schedule: sets the learning rate of each optimizer step.
         stop: the ranks' agreement on stopping.
-        checkpoint_extras: further entries of each checkpoint (batch sizes and what they depend on).
-        size_origins: where the batch sizes of `train` and `val` come from, for errors.
-        progress: how far training has come.
-        wrap: wraps the model for several ranks, at first and again when what is frozen begins to train.
-        recording: files and loggers of the run; opened after the first optimizer step, or where there is
-            none. Nothing is saved before.
-        callbacks: the user's own, by key; called on every rank.
+        checkpoint_extras: further entries of each checkpoint, such as the batch sizes and the configuration.
+        size_origins: origin of the batch sizes of `train` and `val`, for errors.
+        progress: steps, epochs and metrics so far.
+        wrap: wraps the model for several ranks, at the start and again after parameters are unfrozen.
+        recording: files and loggers of the run. Opened after the first optimizer step, or before the first
+            validation if no step is left. Nothing is saved before.
+        callbacks: the user's callbacks by key; called on every rank.
 
     Attributes:
-        train_step: a copy of the assembly's, with a wrapped model and all callbacks.
+        train_step: a copy of the assembly's training step, with a wrapped model and all callbacks.
     """
 
     config: TrainConfig
@@ -141,7 +141,7 @@ class Trainer:
         self._clock = time.monotonic()
         self._saved_step = 0
         self._micro_batch_limit: int | None = (
-            None  # of this process; that of an earlier one is in the plan
+            None  # set by this process; the plan has an earlier process's limit
         )
         self._memory = failed_allocations(self.world.device)
         self._out_of_memory = OutOfMemoryReport(
@@ -157,10 +157,10 @@ class Trainer:
         step.callbacks = {**before, **step.callbacks, **self.callbacks}
 
     def resume(self, entries: Mapping[str, Any], seed: int) -> None:
-        """Continue where a checkpoint was written; its state has been loaded before.
+        """Resume from a checkpoint, whose state is already loaded.
 
         Args:
-            entries: of the checkpoint, without the state.
+            entries: the checkpoint without the state.
             seed: seed of the run.
         """
         headline = self.assembly.headline
@@ -171,14 +171,14 @@ class Trainer:
         before, now = entries["config"], self.checkpoint_extras["config"]
         if all(before.get(name) == now.get(name) for name in ("OPTIMIZER", "SCHEDULE")):
             watched = self.config.EARLY_STOPPING.METRIC or headline
-            self.schedule.load_state_dict(  # a new learning rate has not dropped yet
+            self.schedule.load_state_dict(  # a new learning rate starts without drops
                 entries["schedule"], same_metric=early_stopping_metric(entries) == watched
             )
         states = entries["callbacks"]
         load_callback_states(self.callbacks, states[self.world.rank % len(states)])
         if entries["headline"] != headline:
             logger.warning(
-                "warning: %s now decides which checkpoint is best, %s did before: the comparison starts anew",
+                "warning: %s now selects the best checkpoint, %s did before: the comparison restarts",
                 headline,
                 entries["headline"],
             )
@@ -187,12 +187,12 @@ class Trainer:
         place = f"in epoch {epoch}"
         if self._is_trained:
             key = "EPOCHS" if self.plan.max_steps is None else "MAX_STEPS"
-            place = f"after epoch {self.progress.current_epoch}: raise TRAIN.{key} to train on"
+            place = f"after epoch {self.progress.current_epoch}: raise TRAIN.{key} to train longer"
         logger.info("resumed after %d optimizer steps, %s", self.progress.step, place)
         if changes := self.plan.differences(entries["plan"]):
             logger.warning(
-                "warning: the checkpoint was written with another batch plan (%s); training resumes with "
-                "this plan and its learning rate, at the same place in the schedule",
+                "warning: the checkpoint has another batch plan (%s); training resumes with the new plan and "
+                "its learning rate, at the same position in the schedule",
                 ", ".join(changes),
             )
 
@@ -201,15 +201,14 @@ class Trainer:
         self.schedule.apply(self.plan.position(self.progress.epoch, self.progress.samples))
 
     def fit(self) -> FitResult:
-        """Train until the last epoch, until the validation no longer improves, or until asked to stop.
+        """Train until the last epoch, early stopping or a stop signal.
 
-        An error after a completed step is raised as it is, once that step is saved.
+        After an error, save the last completed step and raise the error unchanged.
 
         Raises:
             CheckpointError: a checkpoint cannot be written.
             LinnaeusError: the loss is not finite.
-            OutOfMemoryError: a training step ran out of memory and could not be taken in smaller parts, or
-                anything else did.
+            OutOfMemoryError: memory ran out, and the step cannot be repeated with smaller micro-batches.
         """
         if self._splits and self.world.is_distributed:
             self.recording.open()  # the first step may end with a checkpoint
@@ -246,7 +245,7 @@ class Trainer:
 
     @contextmanager
     def _errors_explained(self) -> Iterator[None]:
-        """Context whose errors of running out of memory say what helps."""
+        """Context that raises errors of running out of memory as `OutOfMemoryError` with remedies."""
         try:
             yield
         except LinnaeusError:
@@ -260,7 +259,7 @@ class Trainer:
     def _save_before_ending(self, error: Exception) -> None:
         """Save the last completed step when an error ends the run.
 
-        Skip a state that is incomplete or already saved. The first rank to fail saves; the others wait.
+        Skip a state that is incomplete or already saved. The first rank to fail saves, and the others wait.
         """
         step = self.progress.step
         if (
@@ -285,7 +284,7 @@ class Trainer:
                 self._save()
                 self.checkpoints.wait()
         except Exception as failure:
-            if not self.world.is_cause(error):  # another rank was first, and has told its error
+            if not self.world.is_cause(error):  # another rank failed first and reported its error
                 return
             problem = first_line(failure)
         if not problem:
@@ -298,9 +297,9 @@ class Trainer:
             logger.warning("warning: optimizer step %d is not saved: %s", step, problem)
 
     def _test(self) -> dict[str, float] | None:
-        """Load the best checkpoint and return its metrics on the test split; None where there is none.
+        """Load the best checkpoint and return its metrics on the test split; None without this split.
 
-        The last checkpoint is on the disk, so nothing is lost.
+        This replaces the last weights, which are already saved.
         """
         if self.loaders.test is None:
             return None
@@ -331,7 +330,7 @@ class Trainer:
         return self.config.ON_OUT_OF_MEMORY == "split"
 
     def train_epoch(self) -> None:
-        """Train until the next validation or the end of the epoch, or less when the user asks to stop."""
+        """Train until the next validation, the end of the epoch or a stop signal."""
         batches, stages = self._start_epoch()
         while stages:
             stage, lr, loss = stages.pop(), self.schedule.lr, None
@@ -344,9 +343,9 @@ class Trainer:
                 num_samples = sum(sizes) if len(set(sizes)) > 1 else None
                 loss = self.train_step(batches, len(sizes), num_samples)
             except Exception as error:
-                self._handle_step_error(error, stage)  # may raise, or else the step is taken again
+                self._handle_step_error(error, stage)  # raises, or the step is repeated
             if loss is None:
-                self._memory.clean()  # what the failed step held
+                self._memory.clean()  # frees the failed step's memory
                 batches, stages = self._rest_of_epoch()
                 continue
             self._count_step(stage, loss)
@@ -357,8 +356,8 @@ class Trainer:
             self.stop.after_step()
             every_steps = self.config.CHECKPOINT_EVERY_STEPS
             is_due = every_steps is not None and self.progress.step % every_steps == 0
-            if is_due and not self.stop.stop_signal:  # a run that stops saves anyway
-                self._meter.mean()  # weights after a loss that is not finite must replace no good checkpoint
+            if is_due and not self.stop.stop_signal:  # a stopping run saves anyway
+                self._meter.mean()  # raises if the loss is not finite, so that no good checkpoint is replaced
                 self._count_seconds()
                 self._save()
                 self._clock = time.monotonic()
@@ -368,7 +367,7 @@ class Trainer:
         self._count_seconds()
 
     def dry_run(self) -> None:
-        """Take one optimizer step and validate one batch, and record nothing. Collective.
+        """Take one optimizer step and validate one batch without writing files. Collective.
 
         Raises:
             LinnaeusError: as `fit`.
@@ -383,7 +382,7 @@ class Trainer:
                         batches, len(stage.micro_batches), sum(stage.micro_batches)
                     )
                 except Exception as error:
-                    self._handle_step_error(error, stage)  # may raise, or else it is taken in parts
+                    self._handle_step_error(error, stage)  # raises, or the step is repeated
                     self._memory.clean()
                     batches, stages = self._rest_of_epoch()
                 else:
@@ -417,9 +416,9 @@ class Trainer:
         return batches, stages
 
     def _rest_of_epoch(self) -> tuple[Iterator[Batch], list[Stage]]:
-        """Return the remaining batches, and the sizes of each optimizer step left, the next one last.
+        """Return the remaining batches, and the sizes of each remaining optimizer step, the next one last.
 
-        There is none beyond the next validation.
+        The steps end at the next validation.
         """
         epoch, samples_done = self.progress.epoch, self.progress.samples
         self.loaders.train.set_epoch(epoch, skip=samples_done)
@@ -452,24 +451,24 @@ class Trainer:
             logger.info("side %d: %.4g samples per second", self._side, speed["samples_per_s"])
 
     def _unfreeze(self) -> None:
-        """Unfreeze all parameters and rebuild DistributedDataParallel, which ignores them else."""
+        """Unfreeze all parameters and rebuild DistributedDataParallel, which would ignore them otherwise."""
         self.world.update(f"unfreezing before epoch {self.progress.epoch + 1}")
         self.train_step.model = self.assembly.model
         gc.collect()  # frees the old wrapper with its hooks on the parameters
         empty_cache(
             self.world.device
-        )  # AutoBatch measured this training without the other's cached blocks
+        )  # AutoBatch measured this phase without cached blocks of the frozen one
         self.assembly.freezing.freeze(False)
         self.train_step.model = self.wrap(self.assembly.model)
-        logger.info("epoch %d: what was frozen trains from now on", self.progress.epoch + 1)
+        logger.info("epoch %d: the frozen parameters train from now on", self.progress.epoch + 1)
 
     def _handle_step_error(self, error: Exception, stage: Stage) -> None:
-        """After a step ran out of memory, go back to the last completed one and halve the micro-batches.
+        """After a step ran out of memory, restore the state before it and halve the micro-batches.
 
-        A single rank continues. Several end with a checkpoint: the others wait for this one's gradients.
+        A single rank continues. Several ranks end with a checkpoint, because the others wait for gradients.
 
         Raises:
-            OutOfMemoryError: from `error`; this rank does not take the step again.
+            OutOfMemoryError: from `error`; this rank does not repeat the step.
             ConfigError: a micro-batch has one sample, and BatchNorm needs more.
             Exception: `error`, if it is anything else.
         """
@@ -477,8 +476,8 @@ class Trainer:
             origin = self.size_origins.get("train")
             raise ConfigError(
                 f"{'DATA.BATCH_SIZE' if origin is None else origin.key}: BatchNorm cannot train on a "
-                "micro-batch of one sample, in which a channel has one value; take 2 or more, or a model "
-                "without BatchNorm (MODEL.NAME)"
+                "micro-batch of one sample with one value per channel; set 2 or more, or a model without "
+                "BatchNorm (MODEL.NAME)"
             ) from error
         if not self._memory.refused(error):
             raise error
@@ -506,8 +505,8 @@ class Trainer:
             ) from error
         self.loaders.train.set_sizes(limited.micro_batches)
         logger.warning(
-            "warning: %s. TRAIN.ON_OUT_OF_MEMORY split: the step is taken again, and from now on "
-            "micro-batches have at most %d sample%s; the effective batch stays %d",
+            "warning: %s. TRAIN.ON_OUT_OF_MEMORY split: repeating the step. From now on micro-batches have "
+            "at most %d sample%s; the effective batch stays %d",
             text,
             limit,
             "s" * (limit > 1),
@@ -515,7 +514,7 @@ class Trainer:
         )
 
     def _count_seconds(self) -> None:
-        """Add the time since the last call, or since `_clock` was set, to the time of training."""
+        """Add the time since the last call, or since `_clock` was set, to the training time."""
         now = time.monotonic()
         self._seconds += now - self._clock
         self.progress.seconds += now - self._clock
@@ -535,7 +534,7 @@ class Trainer:
         self._write("train", self.progress.epoch + 1, values)
 
     def _advise_on_loader(self) -> None:
-        """Say once that an epoch has waited for data for much of its time."""
+        """Log once that an epoch spent much of its time waiting for data."""
         speed = self._epoch_speed.read(self._seconds, self._waited_s, self._num_images)
         advice = loader_advice(speed, self.loaders.train.num_workers)
         if advice is not None and self._advises_loader:
@@ -558,17 +557,17 @@ class Trainer:
         )
 
     def _end_epoch(self) -> None:
-        """Validate and save if it is time to; always after the last step. The epoch need not be at its end.
+        """Validate and save if due, and always after the last step. The epoch may be incomplete.
 
-        If the validation is broken off, or an error ends it, the epoch does not count as finished: a resumed
-        run validates before its next step.
+        If a stop or an error interrupts the validation, the epoch does not count as finished. A resumed run
+        then validates before its next step.
         """
         self.recording.open()
         before, schedule = replace(self.progress), self.schedule.state_dict()
         is_end, is_complete = self._is_end_of_epoch, False
         if is_end:
             self._advise_on_loader()
-        if is_end and not self._is_trained:  # a run with more steps continues within the last epoch
+        if is_end and not self._is_trained:  # a longer run continues within the last epoch
             self.progress.epoch, self.progress.samples = before.epoch + 1, 0
             self._set_lr()
         epoch = self.progress.current_epoch
@@ -596,7 +595,7 @@ class Trainer:
 
     @property
     def _is_validation_due(self) -> bool:
-        """Whether a validation comes before the next optimizer step."""
+        """Whether to validate before the next optimizer step."""
         progress = self.progress
         if progress.validated == progress.step:
             return False
@@ -609,7 +608,7 @@ class Trainer:
 
     @property
     def _validation_steps(self) -> tuple[bool, int]:
-        """Whether VALIDATE_EVERY_STEPS asks for a validation now, and the steps until the next one."""
+        """Whether VALIDATE_EVERY_STEPS requires a validation now, and the steps until the next one."""
         progress, every = self.progress, self.config.VALIDATE_EVERY_STEPS or 1
         if every < 1:
             return self.plan.parts(progress.epoch, progress.samples, every)
@@ -617,16 +616,13 @@ class Trainer:
         return done == 0, int(every) - done
 
     def _validate(self) -> None:
-        """Validate and log.
-
-        If any rank was asked to stop, all break the validation off, and `stop` says so.
-        """
+        """Validate and log. If any rank gets a stop signal, all ranks interrupt the validation."""
         epoch = self.progress.current_epoch
         is_whole = self.progress.samples == 0
         moment = f"epoch {self.progress.epoch}" if is_whole else f"step {self.progress.step}"
         self.world.update(f"validating after {moment}")
         self._distribute_batchnorm()
-        # AutoBatch measured validation without training's cached blocks, and training without validation's.
+        # AutoBatch measured training and validation without each other's cached blocks.
         empty_cache(self.world.device)
         started = time.perf_counter()
         try:
@@ -681,7 +677,7 @@ class Trainer:
     def _validation_metrics(
         self, batches: Collection[Batch] | BatchLoader, step: ValidationStep | None = None
     ) -> dict[str, float] | None:
-        """Validate on all batches of a split; None on every rank if one was asked to stop."""
+        """Return the metrics over all batches of a split; None on every rank if one got a stop signal."""
         step, metrics = step or self.assembly.validation_step, self.assembly.metrics
         step.model.eval()
         self.assembly.criterion.eval()
@@ -694,7 +690,7 @@ class Trainer:
                 if self.stop.is_requested:
                     break
                 step(batch)
-                del batch  # or it would be held while the next one is loaded
+                del batch  # do not hold it while the next one is loaded
         values = metrics.compute(self.world, aborted=self.stop.is_requested)
         metrics.reset()  # frees the scores of several labels per sample
         return values
@@ -702,9 +698,9 @@ class Trainer:
     def _validate_together(
         self, step: ValidationStep, loader: Collection[Batch] | BatchLoader
     ) -> None:
-        """Validate a sharded model: its forward passes are collectives, so all ranks take equally many.
+        """Validate a sharded model. Its forward passes are collectives, so all ranks run the same number.
 
-        A rank with fewer batches runs its last one again, uncounted. All break off at the same batch.
+        A rank with fewer batches repeats its last one, uncounted. All ranks stop at the same batch.
         """
         uncounted, own = replace(step, update_metrics=lambda *_: None), len(loader)
         batches = iter(loader)
@@ -712,7 +708,7 @@ class Trainer:
             if int(self.world.reduce(torch.tensor(int(self.stop.is_requested)), "MAX")):
                 return
             if number < own:
-                batch: Any = None  # or it would be held while the next one is loaded
+                batch: Any = None  # do not hold it while the next one is loaded
                 batch = next(batches)
             (step if number < own else uncounted)(batch)
 
@@ -722,10 +718,10 @@ class Trainer:
         distribute_batchnorm(self.assembly.model, average, self.world)
 
     def _save(self) -> None:
-        """Write a checkpoint on rank 0; every rank must call this."""
+        """Write a checkpoint on rank 0. Collective."""
         self.world.update("saving a checkpoint")
         if self.progress.samples and self._is_validation_due:
-            self._distribute_batchnorm()  # the next thing that a resumed run does is to validate
+            self._distribute_batchnorm()  # a resumed run validates first
         shards = {}
         if isinstance(self.assembly.model, FSDPModule):
             state = self.assembly.state_dict()
@@ -741,11 +737,11 @@ class Trainer:
         self._saved_step = self.progress.step
 
     def _rank_state(self) -> tuple[Any, Any, Any]:
-        """What a checkpoint holds of each rank: generators, losses since the last `train` line, callbacks."""
+        """Return the state of this rank: generators, losses since the last `train` line, callbacks."""
         return rng_state(self.world.device), self._meter.state(), callback_states(self.callbacks)
 
     def _content(self, rank_states: list[tuple[Any, Any, Any]]) -> dict[str, Any]:
-        """The entries of a checkpoint; `rank_states` has the `_rank_state` of each rank, or of this alone."""
+        """Return the entries of a checkpoint. `rank_states` has the `_rank_state` of all ranks, or of one."""
         generators, losses, callbacks = zip(*rank_states, strict=True)
         limit = self._micro_batch_limit
         limited = {"plan": self.plan.as_dict(), "micro_batch_limit": limit} if limit else {}

@@ -53,7 +53,7 @@ RUN = (
 )
 """Three epochs of six steps of 16 samples."""
 IN_VALIDATION = ("MODEL._target_=tests.helpers.greedy.GreedyInValidation", "MODEL.largest=8")
-SAYS_SPLIT = "taken again"
+SAYS_SPLIT = "repeating the step"
 
 
 def sized(largest):

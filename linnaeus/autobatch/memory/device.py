@@ -103,7 +103,7 @@ class CudaMemory(AcceleratorMemory):
         self._is_integrated = bool(getattr(properties, "is_integrated", False))
         for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"):
             if os.environ.get(name):
-                raise NotImplementedError(f"{name} is set: nothing counts what is reserved")
+                raise NotImplementedError(f"{name} is set: reserved memory is not counted")
         if (backend := torch.cuda.get_allocator_backend()) not in ("native", "pluggable"):
             raise NotImplementedError(
                 f"the allocator's backend is {backend}: its cap is another one"
@@ -131,8 +131,8 @@ class CudaMemory(AcceleratorMemory):
     def refused(self, error: BaseException) -> bool:
         """See `DeviceMemory.refused`; also an ambiguous error, if memory had run short.
 
-        The allocator refused a request since `clean` or since the cap was set, or less is free than what
-        libraries allocate by themselves (handles, workspaces, the code of kernels).
+        The allocator refused a request since `clean` or since the cap was set, or less is free than
+        libraries allocate themselves (handles, workspaces, kernel code).
         """
         if not is_ambiguous(error):
             return is_out_of_memory(error)

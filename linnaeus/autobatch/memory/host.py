@@ -118,7 +118,7 @@ class CpuMemory(DeviceMemory):
         return self._allocated_bytes
 
     def num_retries(self) -> int:
-        """How often the cap refused a request: a step may catch the error and continue."""
+        """Number of requests that the cap refused. A step may catch the error and continue."""
         return self._num_refused
 
     def in_use(self) -> int:
@@ -208,7 +208,7 @@ def _resident_bytes_of_ranks(num_ranks: int, pids: Sequence[int] = ()) -> int:
 class MemoryPool(NamedTuple):
     """Memory that this process allocates from: the machine's, or the limit of a cgroup.
 
-    `used_bytes` are in use by all processes; what the kernel can reclaim is left out.
+    `used_bytes` are in use by all processes, without memory that the kernel can reclaim.
     """
 
     total_bytes: int
@@ -243,7 +243,7 @@ def _pools() -> list[MemoryPool]:
 def _read_pool(
     folder: Path, limit_file: str, usage_file: str, reclaimable: str
 ) -> MemoryPool | None:
-    """Return the pool of one cgroup; None where it has no limit or cannot be read."""
+    """Return the pool of one cgroup; None if it has no limit or cannot be read."""
     try:
         limit_bytes = int((folder / limit_file).read_text())  # "max" means no limit
         used_bytes = int((folder / usage_file).read_text())

@@ -20,7 +20,7 @@ class FailedAllocations:
     def clean(self) -> None:
         """Release all memory that no live object holds.
 
-        What a failed backward pass held is released by torch's thread for the device, some time after the
+        Memory of a failed backward pass is released by torch's thread for the device, some time after the
         error: a backward pass over nothing waits for this thread, and allocates nothing.
         """
         with torch.inference_mode(False), torch.enable_grad():
@@ -43,8 +43,8 @@ class DeviceMemory(FailedAllocations, ABC):
     """Memory of one device as the search sees it.
 
     Attributes:
-        placement_bytes: fragmentation allowance: what a step may reserve beyond the peak of an equal step,
-            whose blocks lie otherwise between those that training keeps.
+        placement_bytes: fragmentation allowance: bytes that a step may reserve beyond the peak of an equal
+            step, because its blocks may lie in other gaps of training's memory.
     """
 
     total_bytes: int
@@ -56,7 +56,7 @@ class DeviceMemory(FailedAllocations, ABC):
 
         Args:
             fraction: of the total that may be in use on the device, by all processes, in (0, 1].
-            limit_bytes: this process may hold `fraction` of it, whatever others use; None is no such limit.
+            limit_bytes: this process may hold `fraction` of it, regardless of others; None is no such limit.
         """
 
     def settle(self, excluded_bytes: int = 0) -> None:
@@ -91,11 +91,11 @@ class DeviceMemory(FailedAllocations, ABC):
         return self.peak()
 
     def allocated_bytes(self) -> int:
-        """Sum of all allocations so far, freed or not; 0 where nobody counts them."""
+        """Sum of all allocations so far, freed or not; 0 if they are not counted."""
         return 0
 
     def num_retries(self) -> int:
-        """How often a request did not fit at once: the allocator flushed its cache, or a cap refused."""
+        """Number of requests that did not fit at once: the allocator flushed its cache, or a cap refused."""
         return 0
 
     def cap(self, bytes_: int) -> contextlib.AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only  # torch 2.11 has no public one
 
 aten = torch.ops.aten
 _FEW_BYTES = 1 << 20
-"""Operations on less are not looked at before they run."""
+"""Smaller operations are not checked before they run."""
 
 
 class WatchingMode(TorchDispatchMode):
@@ -38,9 +38,9 @@ class WatchingMode(TorchDispatchMode):
 class StorageTracer(WatchingMode):
     """Reports each storage that an operation allocates while the mode is on, and when it is freed.
 
-    An operation runs first and is looked at afterwards: an output whose storage belongs to no input is new.
-    Forward and backward are both seen, and what C++ code allocates between operations (gradient buckets).
-    Not seen: memory that a kernel takes and returns within one operation, and what `torch.compile` generates.
+    An operation runs first and is checked afterwards: an output whose storage belongs to no input is new.
+    It sees forward, backward, and allocations of C++ code between operations (gradient buckets). It does not
+    see memory that a kernel takes and returns within one operation, or memory of code of `torch.compile`.
     A storage that was allocated before is not reported when it is freed; one that was allocated while the
     mode was on is reported when it is freed, whether or not the mode is still on.
 
@@ -120,7 +120,7 @@ def requested_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": "meta"}
             outputs = _storages(func(*args, **kwargs), on_meta=True)
-    except Exception:  # whatever a kernel on `meta` says
+    except Exception:  # kernels on `meta` may raise anything
         return 0
     return sum(
         {each._cdata: each.nbytes() for each in outputs if each._cdata not in known}.values()

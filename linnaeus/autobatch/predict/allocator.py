@@ -5,7 +5,7 @@ Sizes are rounded up to 512 bytes. Requests up to 1 MiB come from segments of 2 
 segments of 20 MiB, larger ones from a segment of their own, rounded up to 2 MiB. The smallest free block
 that is large enough is taken, of equal ones the oldest (torch 2.11: the one at the lowest address), and
 split where enough of it remains. Where the device is full, all free segments are given back, and the request
-is tried once more. Each stream has pools of its own. Expandable segments, which usually reserve less, are not
+is tried once more. Each stream has its own pools. Expandable segments, which usually reserve less, are not
 modeled.
 
 >>> allocator = CachingAllocator()
@@ -31,7 +31,7 @@ SMALL_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 OWN_SEGMENT_BYTES = 10 * MIB
-"""The smallest request that gets a segment of its own."""
+"""The smallest request that gets its own segment."""
 SEGMENT_STEP_BYTES = 2 * MIB
 
 Pool = list[tuple[int, int, "Block"]]

@@ -2,7 +2,7 @@
 
 Without this, `meta` decomposes attention, dropout and RMSNorm into parts that save more than the fused
 kernels of CUDA, ignores autocast, and lets optimizers and gradient clipping take the path for devices without
-multi-tensor kernels. What follows are the rules of torch 2.11 to 2.15 (aten/src/ATen: autocast_mode.h,
+multi-tensor kernels. This module has the rules of torch 2.11 to 2.15 (aten/src/ATen: autocast_mode.h,
 native/transformers/cuda/sdp_utils.cpp, native/Dropout.cpp).
 """
 

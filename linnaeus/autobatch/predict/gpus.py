@@ -78,7 +78,7 @@ GPUS: dict[str, int] = {
     "t4": _gib(14.56),  # github.com/Zheng-Chong/CatVTON/issues/133
     "v100-16gb": _gib(15.75),  # github.com/XuyangBai/TransFusion/issues/49; others say up to 15.78
     "v100-32gb": _gib(31.74),  # github.com/haotian-liu/LLaVA/issues/812
-    # Those of nvidia-smi for a10, l4 and h100-80gb: github.com/modal-labs/modal-client/pull/2797
+    # Values of nvidia-smi for a10, l4 and h100-80gb: github.com/modal-labs/modal-client/pull/2797
     "a10": _below_nvidia_smi(
         23_028
     ),  # 23.70 of torch in stanford_alpaca/issues/76 would be more than that
@@ -122,7 +122,7 @@ def find_gpu(name: str) -> Gpu:
         if wanted in (_plain(known), _plain(re.sub("-[0-9]+gb$", "", known)))
     ]
     if len(found) > 1:
-        raise ValueError(f"{name!r} is of two sizes: give {' or '.join(found)}")
+        raise ValueError(f"{name!r} has two sizes: use {' or '.join(found)}")
     if not found:
         raise KeyError(name)
     base_mib = next(mib for names, mib in BASE_MIB.items() if found[0].startswith(names))
@@ -130,7 +130,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def device_that_would_do(num_bytes: float, note: str = "") -> str:
-    """Say how much memory a device needs, in GiB rounded up, and which GPU of the table has it.
+    """Return the memory that a device needs, in GiB rounded up, and the smallest GPU of the table with it.
 
     >>> device_that_would_do(24 * GIB, ", with nothing to spare")
     'a device of 24.00 GiB would do, with nothing to spare, such as rtx-5090'

@@ -156,7 +156,7 @@ class Recorder(WatchingMode):
         return self._num_allocated
 
     def _stream(self) -> int:
-        """Return the number of the current stream; FSDP2 sets that of `torch.cpu` while it communicates."""
+        """Return the number of the current stream. FSDP2 sets `torch.cpu`'s stream while it communicates."""
         current = torch.cpu.current_stream()
         if current not in self._streams:
             self._streams.append(current)
@@ -219,7 +219,7 @@ class Recorder(WatchingMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(hasattr(kind, "device_mesh") for kind in types):
-            return NotImplemented  # DTensor comes first, and then what it does on this process
+            return NotImplemented  # DTensor goes first, and then its local operations
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **(kwargs or {}))  # DTensor infers a shape
         if accumulates_in_place(func, args, kwargs):

@@ -142,7 +142,7 @@ def _traced(recorder: Recorder) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError, ValueError) as error:
-        after = f"what follows {recorder.last_operation}"
+        after = f"the code after {recorder.last_operation}"
         found = error if isinstance(error, UntraceableError) else untraceable(error, after)
         if found is None:
             raise

@@ -72,7 +72,7 @@ def collectives_refused() -> BeforeCollectives:
 def _refuse(name: str, group: torch_dist.ProcessGroup) -> None:
     raise AutoBatchError(
         f"AutoBatch: the step runs a collective, {name.strip('_')}, but only one rank steps during a search, "
-        "so that it would wait for the others for ever. Leave reductions and gathers (of losses, of metrics) "
+        "so it would wait for the others forever. Leave reductions and gathers (of losses, of metrics) "
         "out of step and make_batch of the search, and give state the DistributedDataParallel wrapper, whose "
         "own collectives are switched off."
     )

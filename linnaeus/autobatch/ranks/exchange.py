@@ -74,7 +74,7 @@ class OverdueError(AutoBatchError):
 
     def __init__(self, rank: int, doing: str) -> None:
         self.rank, self.doing = rank, doing
-        super().__init__(f"AutoBatch: rank {rank} takes too long: it is {doing}")
+        super().__init__(f"AutoBatch: rank {rank} takes too long; its activity: {doing}")
 
 
 class Exchange:
@@ -204,7 +204,7 @@ class Exchange:
 
     @property
     def failure(self) -> Failure | None:
-        """The first failure of the job, this rank's own included; None while there is none."""
+        """The first failure of the job, this rank's own included; None if there is none."""
         return self.keys.get("failure")  # type: ignore[no-any-return]
 
     def declare_hang(self, rank: int, why: str) -> Failure:

@@ -26,7 +26,7 @@ def members(group: Group) -> torch_dist.ProcessGroup | None:
     """Return the process group to search with; None where this process searches alone.
 
     Args:
-        group: None for the default group, if one is initialised; False for this process alone.
+        group: None for the default group, if one is initialized; False for this process alone.
 
     Raises:
         TypeError: it is something else.
@@ -36,7 +36,7 @@ def members(group: Group) -> torch_dist.ProcessGroup | None:
         if group in (None, False):
             return None
         raise ValueError(
-            "group is given, but no process group is initialised: call init_process_group first"
+            "group is given, but no process group is initialized: call init_process_group first"
         )
     not_a_member: object = torch_dist.GroupMember.NON_GROUP_MEMBER
     if group == not_a_member:
@@ -117,7 +117,7 @@ def _new_plane(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
             yield control
         finally:
             del _open[group]
-        control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
+        control.broadcast(None)  # no heartbeat ends before rank 0, which watches it, is done
         control.collect(None)  # rank 0 leaves last: it may host the store
 
 
@@ -141,8 +141,8 @@ def sharing_errors(control: ControlPlane) -> Iterator[None]:
         if isinstance(error, torch_dist.DistBackendError):
             raise
         raise AutoBatchError(
-            "AutoBatch: the store of the process group cannot be reached any more: the process that "
-            f"serves it, usually that of rank {control.name_of(0)}, has ended "
+            "AutoBatch: the store of the process group can no longer be reached: the process that "
+            f"serves it, usually rank {control.name_of(0)}, has ended "
             f"({str(error).partition(chr(10))[0]})"
         ) from error
 
@@ -161,6 +161,6 @@ def check_equal(control: ControlPlane, facts: Mapping[str, Any]) -> None:
         )
         raise AutoBatchError(
             f"AutoBatch: ranks {control.name_of(0)} and {control.name_of(rank)} call auto_find_batch_size "
-            f"with different arguments: {listed}. Give all ranks the same; only step, make_batch, state, "
-            "device, observer, memory_limit_gb and bounds may differ"
+            f"with different arguments: {listed}. Use the same on all ranks; only step, make_batch, "
+            "state, device, observer, memory_limit_gb and bounds may differ"
         )

@@ -6,7 +6,7 @@
 Rank 0 monitors every rank; every other rank monitors rank 0. A process of this machine that has died ends the
 job at once, one that is stopped after `SILENCE_LOOKS` looks. A silent process that runs may hold the GIL: it
 is logged then, and ends the job after `limit_s`. Launchers see processes of other machines die. Looks are
-counted, not seconds: a process that was suspended itself finds nobody silent on waking up.
+counted, not seconds: a suspended process finds no rank silent after it wakes up.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class ControlPlane(Exchange):
             self.end_process(failure)
 
     def _run(self) -> None:
-        # Once the process that hosts the store has ended, no rank can be heard any more. What training still
-        # does, such as a last checkpoint, needs no store.
+        # After the process that hosts the store has ended, no rank can be heard. The rest of training, such
+        # as a last checkpoint, needs no store.
         with contextlib.suppress(torch_dist.DistError):
             while not self._closed.wait(BEAT_S):
                 with contextlib.suppress(MemoryError):  # a trial's cap applies to this thread too

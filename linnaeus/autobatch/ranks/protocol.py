@@ -175,8 +175,8 @@ def confirm_jointly(
     """Run the size found in a joint step of all ranks, and smaller sizes until one is within every budget.
 
     A rank alone does not see the memory of real collectives and communication hooks. In a joint step every
-    rank takes the same steps, whatever it measures; the peak is compared with the budget afterwards. All
-    ranks raise the first failure, such as a device that is really full. All must call this.
+    rank takes the same steps regardless of its measurements. The peak is compared with the budget afterwards.
+    All ranks raise the first failure, such as a device that is really full. All must call this.
 
     Args:
         found: result of `search`; each rank has run its size alone.

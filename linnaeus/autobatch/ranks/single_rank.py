@@ -40,7 +40,7 @@ def check_can_step_alone(state: Sequence[Any]) -> None:
         for name in _COMMUNICATING.intersection(kind.__name__ for kind in type(part).__mro__):
             raise AutoBatchError(
                 f"AutoBatch: {name} in state communicates in every step, but only one rank steps during a "
-                "search. Give a batch size of your own."
+                "search. Set the batch size by hand."
             )
     for wrapper in wrappers_in(state):
         has_builtin_hook = (
@@ -128,7 +128,7 @@ def reducers_renewed(
             group of each, with its hooks.
 
     Yields:
-        A function that makes the reducers anew. Call it before each trial: buckets are laid anew in the
+        A function that rebuilds the reducers. Call it before each trial: buckets are laid out again in the
         second step of training, and a reducer is unusable after an error in the middle of a step.
     """
     own = [partial(_make_reducer, each, each.process_group, each._comm_hooks) for each in wrappers]

@@ -122,7 +122,7 @@ class Snapshot:
             if differs or not all(map(_is_same, nest.leaves(saved), nest.leaves(now))):
                 raise AutoBatchError(
                     f"AutoBatch cannot restore the {type(part).__name__} in state after its trials: its "
-                    "`load_state_dict` does not put back what its `state_dict` returned before."
+                    "`load_state_dict` does not restore its own `state_dict`."
                 )
 
     @torch.no_grad()

@@ -154,7 +154,7 @@ def add_reason(analysis: Analysis, options: AnalyzeOptions, name: str, error: Ex
     """Add the rows of a variant that cannot run, such as a model that has no checkpointing.
 
     Raises:
-        Exception: the error itself, where it is that of the unchanged configuration.
+        Exception: the original error, if the unchanged configuration fails.
     """
     if name == CONFIGURED:
         raise error
@@ -230,8 +230,8 @@ def _measure_mode(
 def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> bool:
     """Search the fraction of a row, and fill the row even when the search is interrupted.
 
-    The first fraction is searched as training would search it, those below it more coarsely, from what the
-    earlier ones have shown. So their sizes may remain uncertified. Returns whether a size fits.
+    The first fraction is searched as in training. The smaller ones are searched more coarsely, from earlier
+    results, so their sizes may remain uncertified. Returns whether a size fits.
     """
     num_before = len(finder.trials)
     settings = replace(

@@ -40,14 +40,14 @@ VARIANTS: dict[str, tuple[str, Any]] = {
 """The key that each variant changes, and its value; None is half of the value."""
 
 DESCRIPTION = """\
-Finds the maximum batch size in each fraction of the device's memory, for training and validation, with its
-peak and its speed. --variants adds rows with one thing changed. --predict runs nothing: it predicts the same
-table for GPUs that need not be there. --lr trains for a hundred steps and suggests a learning rate.
+Finds the maximum batch size within each fraction of the device's memory, for training and validation, with
+its peak and its speed. --variants adds rows with one setting changed. --predict predicts the same table for
+other GPUs, without running anything. --lr trains for 100 steps and suggests a learning rate.
 """
 DETAILS = """\
-Only the training and validation steps are timed: loading and the exchange between ranks come on top.
-Overrides are those of training (`linnaeus train --help`). The bounds and the
-budget of the search are keys of DATA.AUTOBATCH. Validation follows them as in a run.
+Only the training and validation steps are timed, without data loading and communication between ranks.
+Overrides work as in `linnaeus train --help`. The keys of DATA.AUTOBATCH set the bounds and the budget of the
+search, as in a run.
 
 examples:
   linnaeus analyze --cfg my_exp.yaml --fractions 0.6,0.8 --modes train,val
@@ -59,8 +59,8 @@ examples:
   linnaeus analyze --cfg my_exp.yaml --lr --plot rates.png
   linnaeus analyze model=vit_small DATA.DATASET.NAME=synthetic DATA.AUTOBATCH.MEMORY_LIMIT_GB=16
 
-exit codes: 0 done, 2 configuration or option, 3 nothing fits, 130 interrupted (what was measured is written),
-1 anything else
+exit codes: 0 done, 2 configuration or option, 3 nothing fits, 130 interrupted (the results so far are
+written), 1 any other error
 """
 
 
@@ -82,7 +82,7 @@ def _gpu(name: str) -> Gpu:
     except KeyError:
         hint = suggest(name.strip().lower(), GPUS)
         raise ValueError(
-            f"{name!r} is not a GPU of the list{hint}; known are {', '.join(GPUS)}; for others give "
+            f"{name!r} is not a known GPU{hint}; known are {', '.join(GPUS)}; for others give "
             "their GiB, such as --gpu 24"
         ) from None
 
@@ -101,10 +101,10 @@ class AnalyzeOptions(Options):
     """Options of `linnaeus analyze`. Fractions are ascending."""
 
     output: Path | None = option(
-        ".json, .jsonl or .csv by its ending; default batch_sizes.json", "FILE", read_table
+        "results as .json, .jsonl or .csv; default batch_sizes.json", "FILE", read_table
     )
     plot: Path | None = option(
-        "also draw a picture: .png or .svg by its ending",
+        "plot the results as .png or .svg",
         "FILE",
         read_plot,
         not_with={"--predict": "runs nothing"},
@@ -125,7 +125,7 @@ class AnalyzeOptions(Options):
         not_with=_SIZES,
     )
     variants: list[str] = option(
-        f"also with one thing changed: {', '.join(VARIANTS)}",
+        f"add rows with one setting changed: {', '.join(VARIANTS)}",
         "V,V,...",
         partial(_several, VARIANTS),
         list,
@@ -134,7 +134,7 @@ class AnalyzeOptions(Options):
     )
     predict: bool = option("run nothing, and predict for the GPUs named by --gpu", not_with=_SIZES)
     gpu: list[Gpu] = option(
-        f"GPUs that need not be here, by name or by the GiB that torch sees: {', '.join(GPUS)}",
+        f"GPUs to predict for, by name or by the GiB that torch reports: {', '.join(GPUS)}",
         "NAME|GIB,...",
         read_gpus,
         list,
@@ -142,26 +142,26 @@ class AnalyzeOptions(Options):
         needs="--predict",
     )
     world_size: list[int] = option(
-        "ranks of the run, or several numbers, such as 1,8,64; default 1",
+        "number of ranks, or several such as 1,8,64; default 1",
         "N",
         partial(_ascending, read_count),
         lambda: [1],
         needs="--predict",
     )
     sharding: None = choice(
-        "share the model among the ranks, or with hybrid among those of each node",
+        "shard the model over all ranks, or with hybrid over the ranks of each node",
         ("full", "hybrid", "none"),
         key="DIST.SHARDING",
         needs="--predict",
     )
     require: int | None = option(
-        "exit with 3 where this batch size does not fit in the largest fraction",
+        "exit with 3 if this batch size does not fit in the largest fraction",
         "N",
         read_count,
         not_with=_SIZES,
     )
     axis: str | None = option(
-        "find the largest side of the images for --batch-size, in place of the batch size",
+        "find the largest side of the images for --batch-size, instead of the batch size",
         "img_size",
         partial(read_choice, ("img_size",)),
         choices=("img_size",),
@@ -172,21 +172,21 @@ class AnalyzeOptions(Options):
             "--variants": "change the batch size",
         },
     )
-    batch_size: int = option("images of a batch; default 64", "N", read_count, 64, needs="--axis")
+    batch_size: int = option("images per batch; default 64", "N", read_count, 64, needs="--axis")
     lr: bool = option(
         "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one"
     )
 
 
 def read(argv: Sequence[str]) -> str | tuple[AnalyzeOptions, Config]:
-    """Read the tokens after `analyze`: a text to print, or the arguments of the session's `run`.
+    """Read the tokens after `analyze`. Return a text to print, or the arguments of the session's `run`.
 
     >>> options, config = read(["--fractions", "0.8,0.5", "--variants=compile,bf16", "TRAIN.EPOCHS=3"])
     >>> options.fractions, options.variants, config.TRAIN.EPOCHS
     ([0.5, 0.8], ['bf16', 'compile'], 3)
 
     Raises:
-        ConfigError: lists everything that is wrong, with the options and in the configuration.
+        ConfigError: lists all mistakes in the options and the configuration.
     """
     request = read_request(PARSER, argv)
     if not isinstance(request, str):

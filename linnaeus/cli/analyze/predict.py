@@ -78,7 +78,7 @@ def _predict_variant(setup: Setup, name: str, options: AnalyzeOptions, analysis:
                 **run_settings(setup.config.MODEL, search),
             }
             logger.info(
-                "predicted, not measured; docs/prediction.md says how exactly: %s",
+                "predicted, not measured; see docs/prediction.md for the accuracy: %s",
                 sentence(analysis.environment),
             )
         if len(numbers) > 1:
@@ -140,7 +140,7 @@ class PredictedStep:
 def build_on_meta(setup: Setup) -> SizeSearch:
     """Return the model and the steps of a run, without data where the model can be built so.
 
-    Weights are not loaded, nothing is compiled, and BatchNorm is not synchronised, which needs a GPU: none
+    Weights are not loaded, nothing is compiled, and BatchNorm is not synchronized, which needs a GPU: none
     of that changes the memory that is predicted.
 
     Raises:
@@ -168,7 +168,7 @@ def build_on_meta(setup: Setup) -> SizeSearch:
 def predicted_step(search: SizeSearch, mode: Mode) -> PredictedStep:
     """Trace one step of a search from `build_on_meta` at two batch sizes.
 
-    Host memory bounds nothing here: that of this machine need not be that of the device's.
+    Host memory is no bound, because the device may be in another machine.
 
     Raises:
         AutoBatchError: the bounds leave no size.
@@ -208,7 +208,7 @@ def predicted_step(search: SizeSearch, mode: Mode) -> PredictedStep:
 def fill(row: Row, step: PredictedStep, gpu: Gpu, limit_gb: float | None) -> None:
     """Find the maximum batch size within the row's fraction of its device, with the margin and without.
 
-    They may be above those of a search, see `Prediction.largest`. `limit_gb` is MEMORY_LIMIT_GB. Where
+    They may exceed the results of a search, see `Prediction.largest`. `limit_gb` is MEMORY_LIMIT_GB. If
     nothing fits, the row has the reason.
     """
     prediction = replace(step.prediction, base_bytes=int(gpu.base_mib[0] * 2**20))
@@ -230,8 +230,8 @@ def fill(row: Row, step: PredictedStep, gpu: Gpu, limit_gb: float | None) -> Non
         row.reason = (
             f"prediction ({row.mode}): no batch size fits{margin}. The budget is "
             f"{budget_bytes / GIB:.2f} GiB, {origin}; batch size {size} takes "
-            f"{prediction.peak_bytes(size) / GIB:.2f} GiB, of which {prediction.base_bytes / GIB:.2f} GiB "
-            f"are in use beside the allocator; {remedy}"
+            f"{prediction.peak_bytes(size) / GIB:.2f} GiB, including {prediction.base_bytes / GIB:.2f} GiB "
+            f"outside the allocator; {remedy}"
         )
         return
     row.limited_by = (

@@ -1,6 +1,6 @@
 """A learning rate for the configured run, by a range test: `--lr`.
 
-The rate rises exponentially while the model trains on the run's own batches (Smith 2017, Cyclical Learning
+It rises exponentially while the model trains on the run's own batches (Smith 2017, Cyclical Learning
 Rates for Training Neural Networks, section 3.3). The loss is smoothed by a running mean without bias.
 """
 
@@ -38,9 +38,9 @@ SMOOTHING, DIVERGED = 0.9, 4
 
 @dataclass
 class RateTest:
-    """The steps, each with the key's value that gives its rate, the loss and the smoothed loss.
+    """The steps, each with the value of `OPTIMIZER.LR`, the loss and the smoothed loss.
 
-    `ended_by` is the reason why the test ended early; empty where it did not.
+    `ended_by` is the reason why the test ended early; empty if it did not.
     """
 
     environment: dict[str, Any] = field(default_factory=dict)

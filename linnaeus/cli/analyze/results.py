@@ -28,7 +28,7 @@ class Row:
         batch_size: the maximum batch size, if predicted with the margin; None when nothing fits.
         certified: whether the next candidate ran and did not fit, or there is none.
         limited_by: as in `AutoBatchResult`; `interrupted`; `failed` for a variant that cannot run.
-        peak_bytes: peak at that size; if predicted, that of the device, with its base.
+        peak_bytes: peak at that size; if predicted, the device's peak including its base.
         budget_bytes: bytes that the process may hold; if predicted, bytes of the device that may be in use.
         samples_per_s: speed of one rank at that size; None if predicted.
         relative_speed: that speed over the speed of the unchanged configuration.
@@ -91,7 +91,7 @@ class Analysis:
 
     @property
     def reasons(self) -> list[str]:
-        """Why there is no size, each reason once, that of the largest fraction first."""
+        """Reasons why there is no size, each once, starting with the largest fraction."""
         found: dict[tuple[str, str, str], str] = {}
         for row in sorted(self.rows, key=lambda row: -row.memory_fraction):
             if row.reason is not None:
@@ -99,7 +99,7 @@ class Analysis:
         return list(dict.fromkeys(found.values()))
 
     def sorted_rows(self) -> list[Row]:
-        """Return the rows by mode, variant and device, each in the order asked for, and fraction."""
+        """Return the rows by mode, variant and device, each in the requested order, and fraction."""
         places = list(dict.fromkeys((row.variant, row.device) for row in self.rows))
         return sorted(
             self.rows,

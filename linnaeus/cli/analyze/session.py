@@ -1,4 +1,4 @@
-"""One analysis, from a configuration to its files; also after Ctrl-C, with what there is."""
+"""One analysis, from a configuration to its files. After Ctrl-C the results so far are written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(options: AnalyzeOptions, config: Config) -> int:
     Raises:
         Interrupted: by Ctrl-C or SIGTERM, after the files are written.
         AutoBatchError: nothing fits at any fraction.
-        LinnaeusError: something else that the user can mend; the message says how.
+        LinnaeusError: another error that the user can fix; the message says how.
     """
     analysis: Any = RateTest() if options.lr else Analysis()
     joining: AbstractContextManager[World]
@@ -72,7 +72,7 @@ def run(options: AnalyzeOptions, config: Config) -> int:
             find(Setup(config, data, world, RankStatus(line.update), console), options, analysis)
         analysis.interrupted = False
     finally:
-        if analysis.rows:  # otherwise nothing has been measured
+        if analysis.rows:  # otherwise nothing was measured
             name = "learning_rates.json" if options.lr else "batch_sizes.json"
             output = options.output or Path(name)
             analysis.save(output)

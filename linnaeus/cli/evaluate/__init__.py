@@ -1,1 +1,1 @@
-"""A trained run on labelled data: metrics per level and class, confusions, calibration."""
+"""A trained run on labeled data: metrics per level and class, confusions, calibration."""

@@ -1,4 +1,4 @@
-"""The command line of `linnaeus evaluate`. Imports torch only where a lone checkpoint has to be read."""
+"""The command line of `linnaeus evaluate`. Imports torch only for a checkpoint without a run directory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from linnaeus.config.files import File
 
 DESCRIPTION = """\
-Evaluates a trained run on labelled data, with its classes, its preprocessing and its validation step.
+Evaluates a trained run on labeled data, with the run's classes, preprocessing and validation step.
 
-RUN is a run's folder, or one of its checkpoints. Without overrides its own validation data is evaluated,
-which gives the metrics that training has logged. DATA.DATASET names other data, whose classes are matched by
+RUN is a run directory or one of its checkpoints. Without overrides, the command evaluates the run's own
+validation data and reproduces the logged metrics. DATA.DATASET selects other data, with classes matched by
 name.
 """
 _SETTABLE = (
@@ -48,12 +48,12 @@ _SETTABLE = (
     "EXPERIMENT.MATMUL_PRECISION",
     "DIST",
 )
-"""Keys, and nodes of keys, that an evaluation may set."""
+"""Keys and nodes that an evaluation may set."""
 _NOT_SEARCHED = ("DATA.AUTOBATCH.ENABLED=False", "DATA.AUTOBATCH.ENABLED_VAL=False")
-"""The run's size is used unless the command line asks for a search."""
+"""Use the run's batch size unless the command line asks for a search."""
 
 DETAILS = f"""\
-Keys that can be set, of DATA.AUTOBATCH those for validation; all others are those of the run:
+Keys that can be set (of DATA.AUTOBATCH, only the keys for validation). The run sets all others:
 {textwrap.fill(", ".join(_SETTABLE), 106, initial_indent="  ", subsequent_indent="  ")}
 
 examples:
@@ -64,8 +64,8 @@ examples:
   linnaeus evaluate runs/birds DATA.AUTOBATCH.ENABLED_VAL=True TRAIN.AMP=bf16
   torchrun --nproc_per_node=4 -m linnaeus.main evaluate runs/birds
 
-exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of memory, 130 interrupted and
-143 terminated (nothing is written), 1 anything else
+exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of memory, 130 interrupted,
+143 terminated (nothing is written), 1 any other error
 """
 
 
@@ -76,21 +76,21 @@ def _read_output(text: str) -> Path:
 
 @dataclass
 class EvaluateOptions(CheckpointOptions):
-    """What to evaluate, and where the files go; `output` has no ending."""
+    """Options of `linnaeus evaluate`. `output` has no file extension."""
 
     output: Path | None = option(
-        "beginning of the names of the files and the picture; default RUN/evaluations/<checkpoint>",
+        "path prefix of the output files; default RUN/evaluations/<checkpoint>",
         "DIR/PREFIX",
         _read_output,
     )
     samples: Path | None = option(
-        "every sample, the worst first: path, loss, labels and predictions, as .csv or .parquet; beside it "
-        "worst.png, the 36 worst images",
+        "write every sample, the highest loss first, as .csv or .parquet: path, loss, labels, predictions; "
+        "worst.png beside it shows the first 36 images",
         "FILE",
         partial(read_columns, ".csv"),
     )
     unknown: str = choice(
-        "samples of classes that the run does not know are an error, or are left out and counted; "
+        "samples of classes that the run does not have: stop with an error, or skip and count them; "
         "default error",
         ("error", "skip"),
         "error",
@@ -98,12 +98,12 @@ class EvaluateOptions(CheckpointOptions):
 
 
 def read(argv: Sequence[str]) -> str | tuple[EvaluateOptions, Config, Config]:
-    """Read the tokens after `evaluate`: a text to print, or the arguments of the session's `run`.
+    """Read the tokens after `evaluate`. Return a text to print, or the arguments of the session's `run`.
 
     Raises:
-        ConfigError: lists everything that is wrong, with the options and in the configuration.
+        ConfigError: lists all mistakes in the options and the configuration.
     """
-    # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
+    # Imported here, so that shell completion does not wait for OmegaConf and YAML.
     from linnaeus.config.dump import to_yaml
     from linnaeus.config.instantiate import check_targets, targets
     from linnaeus.config.load import load_config
@@ -126,16 +126,16 @@ def read(argv: Sequence[str]) -> str | tuple[EvaluateOptions, Config, Config]:
 
 
 def _not_taken(line: CommandLine) -> list[str]:
-    """What the command line has that an evaluation does not take, as one sentence each."""
+    """Return a sentence for each file, preset or key that an evaluation does not take."""
     named = [*dict.fromkeys(name for name, _ in line.sources), *line.groups]
     problems = [
-        f"{name}: files and presets have no effect, as the configuration is the run's; set keys instead"
+        f"{name}: a trained run takes no configuration files or presets; set keys instead"
         for name in named
     ]
     for path in typed_keys(line.overrides):
         key = dotted(path)
         if (*path[:-1], f"{path[-1]}_VAL") in KEYS:
-            problems.append(f"{key}: is for training; an evaluation takes {key}_VAL")
+            problems.append(f"{key}: is for training; set {key}_VAL for an evaluation")
         elif any(f"{key}.".startswith(f"{name}.") for name in _SETTABLE):
             continue
         elif any(known[: len(path)] == path for known in KEYS):
@@ -146,7 +146,7 @@ def _not_taken(line: CommandLine) -> list[str]:
 
 
 def _base(options: EvaluateOptions) -> File:
-    """The file with the run's configuration: `config.yaml` or a checkpoint."""
+    """Return the file with the run's configuration: `config.yaml` or a checkpoint."""
     from linnaeus.config.files import File
     from linnaeus.config.load import read_run_config
     from linnaeus.config.values import escape
@@ -170,9 +170,9 @@ def _base(options: EvaluateOptions) -> File:
 
 
 def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
-    """Drops the run's dataset where the command line names one of another kind, by NAME or `_target_`.
+    """Drop the run's dataset if the command line names another NAME or `_target_`.
 
-    The run's paths, columns and arguments do not belong to such data.
+    The run's paths, columns and arguments do not apply to such a dataset.
     """
     dataset = own.DATA.DATASET
     own_kind = dict(dataset) if isinstance(dataset, Mapping) else {"NAME": dataset.NAME}

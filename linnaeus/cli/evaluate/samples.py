@@ -22,7 +22,7 @@ def sample_table(
     """Return one line for each sample, the highest loss first; samples without a label come last.
 
     Args:
-        samples: see `EvaluationMetrics.samples`. A rank has every so many of the files.
+        samples: see `EvaluationMetrics.samples`. A rank has every `world_size`-th file.
         files: the path of each sample.
         taxonomy: levels and classes.
     """

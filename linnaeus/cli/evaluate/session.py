@@ -82,10 +82,10 @@ class Session:
 def run(options: EvaluateOptions, config: Config, own: Config) -> int:
     """Evaluate, write the files and show the metrics; returns the exit code, 0.
 
-    `own` is the configuration of the run, `config` that with what the command line changes.
+    `own` is the configuration of the run, `config` includes the changes of the command line.
 
     Raises:
-        LinnaeusError: something that the user can mend; the message says how.
+        LinnaeusError: an error that the user can fix; the message says how.
     """
     console = make_console()
     try:
@@ -169,7 +169,7 @@ def _evaluate(session: Session) -> None:
 
 
 def _files(session: Session, data: EvaluationData) -> list[str]:
-    """Return the image files, for `--samples`; `ConfigError` where there is none."""
+    """Return the image files, for `--samples`; `ConfigError` if there is none."""
     samples, taxonomy = data.bundle.val, session.trained.spec.taxonomy
     if session.options.samples is None:
         return []
@@ -208,7 +208,7 @@ def _data(session: Session) -> EvaluationData:
 
 
 def _measure(session: Session, data: EvaluationData) -> tuple[Config, Outcome]:
-    """Find the batch size where that is asked for, and run over the data."""
+    """Find the batch size if requested, and run over the data."""
     config, world = session.config, session.world
     loading = with_num_workers(config.DATA, data.bundle, world)
     config = dataclasses.replace(config, DATA=loading)
@@ -297,7 +297,7 @@ def _output(session: Session, data: EvaluationData, about_data: dict[str, Any]) 
         path = (trained.folder or trained.checkpoint.parent) / "evaluations" / name
     for file in (path, options.samples):
         if file is not None:
-            with suppress(OSError):  # the check says why
+            with suppress(OSError):  # the check reports the reason
                 file.parent.mkdir(parents=True, exist_ok=True)
     if problems := unwritable({"--output": _file(path, ".json"), "--samples": options.samples}):
         raise ConfigError(problems)

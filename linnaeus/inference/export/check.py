@@ -24,14 +24,14 @@ Model = Callable[[Tensor], Mapping[str, Tensor]]
 
 
 def random_inputs(run: TrainedRun) -> Tensor:
-    """Return inputs [B, C, H, W] of a run for a check: random pixels, normalised as the run's images are.
+    """Return inputs [B, C, H, W] of a run for a check: random pixels, normalized as the run's images are.
 
     Raises:
         DataError: the model takes no images.
     """
     if run.spec.in_chans is None or run.spec.img_size is None:
         raise DataError(
-            "the shape of the model's inputs is not known, as the run's dataset gave something else than "
+            "the shape of the model's inputs is not known, because the run's dataset did not give "
             "images; format=safetensors exports the weights"
         )
     shape = (NUM_IMAGES, run.spec.in_chans, *run.spec.img_size)

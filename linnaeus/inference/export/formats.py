@@ -85,7 +85,7 @@ def write_onnx(
                 dynamic_shapes={"images": {0: "batch"}},  # the name of the axis
                 output_names=program.call_spec.out_spec.context,  # the keys of the outputs
             )
-    except Exception as error:  # whatever the exporter meets
+    except Exception as error:  # the exporter may raise anything
         raise LinnaeusError(
             f"the model cannot be exported to ONNX ({type(error).__name__}: {first_line(error)}); "
             "format=torch-export or safetensors may do"

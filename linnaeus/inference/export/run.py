@@ -74,7 +74,7 @@ def export_run(
         opset: version of ONNX's operators; None is the exporter's own.
         half: weights and arithmetic in float16, for ONNX and torch.export; inputs and outputs stay as they
             are.
-        preprocessing: take uint8 pixels, and normalise them in the graph, for ONNX and torch.export.
+        preprocessing: take uint8 pixels, and normalize them in the graph, for ONNX and torch.export.
 
     Raises:
         ConfigError: an argument that cannot be used, or a package that is missing.
@@ -83,7 +83,7 @@ def export_run(
     """
     for name, value, choices in (("format", format, FORMATS), ("outputs", outputs, OUTPUTS)):
         if value not in choices:
-            raise ConfigError(f"{name}={value}: is none of {', '.join(choices)}")
+            raise ConfigError(f"{name}={value}: is not one of {', '.join(choices)}")
     programs = ("onnx", "torch-export")
     for name, is_given, takes in (
         (f"opset={opset}", opset is not None, ("onnx",)),
@@ -91,7 +91,7 @@ def export_run(
         ("preprocessing=True", preprocessing, programs),
     ):
         if is_given and format not in takes:
-            raise ConfigError(f"{name}: only goes with format={' or '.join(takes)}; leave it out")
+            raise ConfigError(f"{name}: is only for format={' or '.join(takes)}; leave it out")
     is_program = format in programs
     if preprocessing and (outputs == "logits" or not run.classes or run.spec.preprocessing is None):
         reason = "gives probabilities; leave out outputs=logits"
@@ -162,7 +162,7 @@ def _write_program(
     half: bool,
     preprocessing: bool,
 ) -> Model:
-    """Write the computation to a temporary file, and read it back as a model of normalised inputs."""
+    """Write the computation to a temporary file, and read it back as a model of normalized inputs."""
     look = run.spec.preprocessing if preprocessing else None
     prepare: Callable[[Tensor], Tensor] = look.pixels if look is not None else lambda images: images
     module = ExportModule(
@@ -175,7 +175,7 @@ def _write_program(
                 (prepare(inputs[:2]).to(run.device),),
                 dynamic_shapes={"images": {0: Dim("batch")}},
             )
-    except Exception as error:  # whatever a user's model does
+    except Exception as error:  # a user's model may raise anything
         raise LinnaeusError(
             f"the model cannot be traced by torch.export ({type(error).__name__}: {first_line(error)}); "
             "format=safetensors exports its weights"
@@ -261,15 +261,15 @@ def _reference(run: TrainedRun, kind: str) -> Model:
 
 
 def describe(run: TrainedRun, outputs: str | None, *, normalises: bool = False) -> dict[str, Any]:
-    """Classes, taxonomy, input and architecture, as plain values; of weights also how the run computes.
+    """Return classes, taxonomy, input and architecture as plain values; for weights also the precision.
 
-    Unknown parents are None in `levels`, which is for other programs, and -1 in `spec`, which is what a
-    checkpoint holds and Linnaeus reads.
+    Unknown parents are None in `levels`, which is for other programs. They are -1 in `spec`, which Linnaeus
+    reads, as in a checkpoint.
 
     Args:
         run: the run.
         outputs: `probabilities`, `logits` or `log-probabilities`; None where the file holds weights alone.
-        normalises: whether the file takes pixels, and normalises them.
+        normalises: whether the file takes pixels, and normalizes them.
     """
     spec, preprocessing, taxonomy = run.spec, run.spec.preprocessing, run.taxonomy
     height, width = spec.img_size or (None, None)
@@ -305,7 +305,7 @@ def describe(run: TrainedRun, outputs: str | None, *, normalises: bool = False) 
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
-    """A temporary file of the same name; what lies beside it goes to `path` when the context ends well.
+    """A temporary file of the same name. It and its side files move to `path` after success.
 
     Raises:
         ConfigError: `path` is a folder.

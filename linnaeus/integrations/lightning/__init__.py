@@ -1,12 +1,12 @@
-"""AutoBatch as a callback of Lightning's trainer.
+"""AutoBatch as a callback for Lightning's trainer.
 
     from linnaeus.integrations.lightning import AutoBatch
 
     Trainer(callbacks=[AutoBatch(target_memory_fraction=0.85, max_batch_size=512)]).fit(model)
 
-The search runs while the strategy sets up the model: it is on its device, and neither optimizers nor loaders
-nor the wrapper of DDP exist. The search makes its own, throws them away, and training makes its own with the
-size found, as it would with that size by hand.
+The search runs while the strategy sets up the model. The model is then on its device, but optimizers, loaders
+and the DDP wrapper do not exist yet. The search creates and discards its own. Training then creates them with
+the size found, as with a size set by hand.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ class AutoBatch(Callback):  # type: ignore[misc]
         min_batch_size: lower bound of the size per rank, inclusive.
         max_batch_size: upper bound of the size per rank, inclusive; None is no bound.
         batch_arg_name: attribute of the module, the data module or their `hparams` that sizes the loaders.
-        val_batch_arg_name: the attribute for validation, where it has its own. If validation uses the
-            attribute of training, the size fits both.
-        val: whether validation is searched too.
-        val_options: options that differ in the search of validation, such as {"max_batch_size": 2048}.
+        val_batch_arg_name: attribute that sizes the validation loaders. If validation uses the attribute of
+            training, the size fits both.
+        val: whether to search the validation batch size too.
+        val_options: options that differ in the search for validation, such as {"max_batch_size": 2048}.
         effective_batch_size: samples per optimizer step over all ranks. The callback sets
-            `accumulate_grad_batches`, and the batch size to the largest that fits and divides it.
-        make_batch: makes a batch of n samples on the host, in place of samples of the loaders.
-        cost: makes batches of as much cost as fits, few long samples or many short ones: the name of a
-            column, a function of a sample, or one number for each sample. `batch_size` is then that cost,
-            `max_batch_size` bounds the samples of a batch, and validation keeps its batches.
-        **options: further arguments of `auto_find_batch_size`: `memory_limit_gb`, `multiple_of` and others.
+            `accumulate_grad_batches` and the largest batch size that fits and divides it.
+        make_batch: makes a batch of n samples on the host, instead of samples from the loaders.
+        cost: fills batches up to a total cost, with few long samples or many short ones: the name of a
+            column, a function of a sample, or one number for each sample. `batch_size` is then the cost of a
+            batch, and `max_batch_size` bounds its samples. Validation keeps its batches.
+        **options: further arguments of `auto_find_batch_size`, such as `memory_limit_gb` and `multiple_of`.
 
     Attributes:
-        results: of the searches of the last `fit`, by mode: `train`, and `val` where it was searched.
+        results: results of the last `fit` by mode: `train`, and `val` if it was searched.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, or out of its range.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class AutoBatch(Callback):  # type: ignore[misc]
             check_count("effective_batch_size", effective_batch_size)
             if cost is not None:
                 raise ValueError(
-                    f"effective_batch_size is {effective_batch_size}, but with cost batches differ in their "
-                    "samples; leave one out"
+                    f"effective_batch_size is {effective_batch_size}, but with cost the samples per batch "
+                    "vary; leave one out"
                 )
         self.results: dict[str, AutoBatchResult] = {}
         self._cost = cost
@@ -113,28 +113,28 @@ class AutoBatch(Callback):  # type: ignore[misc]
         self._options = {"train": checked, "val": for_val}
         self._effective_batch_size = effective_batch_size
         self._make_batch = make_batch
-        self._earlier: dict[str, int] = {}  # sizes of the run that is resumed
+        self._earlier: dict[str, int] = {}  # sizes of the resumed run
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let the search run as soon as the strategy has put the module on its device."""
+        """Schedule the search for the moment when the strategy has moved the module to its device."""
         if stage != "fit" or trainer.fast_dev_run or trainer.limit_train_batches == 0:
             return
         _check_strategy(trainer)
         strategy = trainer.strategy
 
         def search_first(model: Any) -> Any:
-            del strategy._setup_model  # the class has its own
+            del strategy._setup_model  # reveals the method of the class
             self._find_sizes(trainer, pl_module)
             return strategy._setup_model(model)
 
         strategy._setup_model = search_first
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes, for checkpoints: a run that is resumed uses them again."""
+        """Return the sizes for checkpoints, so that a resumed run uses them again."""
         return {"sizes": self._sizes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the sizes of the run that is resumed; they are used again unless they no longer fit."""
+        """Load the sizes of the resumed run. They are used again if they still fit."""
         self._earlier = dict(state_dict["sizes"])
 
     @property
@@ -144,12 +144,12 @@ class AutoBatch(Callback):  # type: ignore[misc]
 
     @property
     def val_batch_size(self) -> int | None:
-        """The batch size of validation where it was searched on its own, else None."""
+        """The batch size of validation if it was searched separately, else None."""
         return self._sizes.get("val")
 
     def _find_sizes(self, trainer: Trainer, module: Any) -> None:
         started = time.monotonic()
-        with joined_ranks() as control:  # what one rank raises ends all of them
+        with joined_ranks() as control:  # an error on one rank ends all ranks
             search = _Search(self, trainer, module, control)
             with rehearsal(trainer):
                 search.run()
@@ -172,11 +172,11 @@ class _Search:
     """The searches of one `fit`.
 
     Attributes:
-        loaders: by mode; `val` is missing where it is not searched.
-        results: of each mode that was searched.
-        sizes: by mode; `val` is missing where it shares the size of training, or is not searched.
-        accumulation_steps: what `accumulate_grad_batches` becomes; None leaves it alone.
-        ends: the batches that need most memory at a cost; None without one.
+        loaders: loaders by mode; without `val` if validation is not searched.
+        results: results by mode searched.
+        sizes: sizes by mode; without `val` if validation shares the training size or is not searched.
+        accumulation_steps: new value of `accumulate_grad_batches`; None keeps the old one.
+        ends: the batches that need the most memory at a cost; None without `cost`.
     """
 
     callback: AutoBatch
@@ -197,19 +197,19 @@ class _Search:
                 self._num_batches = max(self._num_batches, *each.scheduling.values())
 
     def run(self) -> None:
-        """Find the sizes; inside of `rehearsal`."""
+        """Find the sizes. Call this inside `rehearsal`."""
         callback, trainer, module = self.callback, self.trainer, self.module
         name, val_name = callback._names["train"], callback._names["val"]
         effective, options = callback._effective_batch_size, callback._options
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             raise AutoBatchError(
-                f"AutoBatch: training_step of {type(module).__name__} takes dataloader_iter, and so reads "
-                "its batches by itself; let it take batch"
+                f"AutoBatch: training_step of {type(module).__name__} takes dataloader_iter and reads its "
+                "own batches; let it take batch"
             )
         if effective is not None and not module.automatic_optimization:
             raise AutoBatchError(
                 f"AutoBatch: effective_batch_size is {effective}, but {type(module).__name__} optimizes "
-                "manually, and so accumulates gradients by itself; leave effective_batch_size out"
+                "manually and accumulates gradients itself; leave effective_batch_size out"
             )
         if callback._cost is not None:
             self._find_budget(callback._cost)
@@ -217,7 +217,7 @@ class _Search:
         train = self._look_at("train", name)
         if not train.follow:
             raise AutoBatchError(
-                f"AutoBatch: train_dataloader gives the same batch size whatever {name} is; let it take the "
+                f"AutoBatch: train_dataloader ignores {name}: its batch size is constant; let it take the "
                 f"size from self.{name}"
             )
         is_shared = not lightning_hasattr(module, val_name)
@@ -228,7 +228,7 @@ class _Search:
         self._state = set_up_optimizers(trainer)
         bounds = {} if train.most is None else {"dataset": train.most}
         world_size, searched = trainer.world_size, options["train"]
-        if effective is not None:  # an error comes before the search
+        if effective is not None:  # raise errors before the search
             most = searched["max_batch_size"]
             divisor_of(effective, world_size, most, module, searched, train.most)
             bounds["effective_batch"] = effective // world_size
@@ -297,9 +297,9 @@ class _Search:
     ) -> int:
         trainer, loaders = self.trainer, self.loaders[mode]
         loaders.check_transfer()
-        source = "the run that is resumed"
+        source = "the resumed run"
         if mode == "val" and "val" not in self._earlier:
-            source = "training, which it shares: val_batch_arg_name can name another attribute"
+            source = "training, which it shares: set val_batch_arg_name to another attribute"
 
         def loop_of(size: int) -> Any:
             loaders.set_size(size)  # the module may use it in its steps
@@ -327,10 +327,10 @@ def _check_strategy(trainer: Any) -> None:
             f"AutoBatch: the trainer comes from {type(trainer).__module__.partition('.')[0]}; import Trainer "
             "and LightningModule from lightning.pytorch"
         )
-    strategy = trainer.strategy  # other kinds of these hold parts of the model, such as DeepSpeed's
+    strategy = trainer.strategy  # subclasses may shard the model, such as DeepSpeed's
     if type(strategy) not in (strategies.SingleDeviceStrategy, strategies.DDPStrategy):
         raise AutoBatchError(
-            f"AutoBatch: the strategy {type(strategy).__name__} cannot be searched: ranks that hold parts "
-            "of the model cannot run a step alone. Use one device or strategy='ddp', or set the batch size "
-            "by hand"
+            f"AutoBatch: the strategy {type(strategy).__name__} is not supported, because ranks that hold "
+            "parts of the model cannot run a step alone. Use one device or strategy='ddp', or set the batch "
+            "size by hand"
         )

@@ -30,7 +30,7 @@ Mode = Literal["train", "val"]
 
 _NUM_TRANSFERS = 8
 """Transfers of a batch whose shapes are compared."""
-_REMEDY = "give a function that makes the worst batch of n samples: make_batch="
+_REMEDY = "pass a function that makes the largest batch of n samples: make_batch="
 
 
 class Loaders:
@@ -84,7 +84,7 @@ class Loaders:
         if wrong := {*pairs} - {(PROBE, PROBE + 1), *((size, size) for size in sizes)}:
             raise AutoBatchError(
                 f"AutoBatch: {self._where} makes batches of {wrong.pop()[0]} samples where {name} is "
-                f"{PROBE}; let it use self.{name} as it is"
+                f"{PROBE}; let it use self.{name} unchanged"
             )
         fixed = [None if one != other else one for one, other in pairs]
         self.follow = None in fixed
@@ -116,7 +116,7 @@ class Loaders:
         return max(int(min(known) * share), 1) if known else None
 
     def num_rounds(self, size: int) -> int:
-        """The most batches that one of the loaders gives in an epoch; 1 where nobody knows."""
+        """The most batches that one of the loaders gives in an epoch; 1 if unknown."""
         rounds, limit = [1], self._limit
         for loader, fixed in self._loaders:
             num_batches = -(-(self._num_samples(loader) or 1) // (fixed or size))
@@ -125,7 +125,7 @@ class Loaders:
         return max(rounds)
 
     def batches(self, size: int) -> Iterator[tuple[Any, int]]:
-        """A batch of each loader, made when it is asked for, with the number of the loader."""
+        """A batch of each loader, made on request, with the number of the loader."""
         if self._make_batch is not None:
             yield self._make_batch(size), 0
         for number, (look, (_, fixed)) in enumerate(zip(self.looks, self._loaders, strict=False)):
@@ -144,7 +144,7 @@ class Loaders:
                 continue
             raise AutoBatchError(
                 "AutoBatch: on_after_batch_transfer or another hook of the transfer gives the same batch two "
-                "sizes, so the largest is not known; draw the size in the collate function, and give "
+                "sizes, so the largest batch is unknown; draw the size in the collate function, and give "
                 "make_batch="
             )
 
@@ -157,7 +157,7 @@ class Loaders:
             logged.update({self._name: size} if self._name in logged else {})
 
     def _num_samples(self, loader: DataLoader[Any]) -> int | None:
-        """Samples of an epoch of this rank; None where nobody knows."""
+        """Samples of an epoch of this rank; None if unknown."""
         sampler: Any = loader.sampler
         divides = self._trainer._accelerator_connector.use_distributed_sampler
         is_whole = isinstance(sampler, DistributedSampler) or not divides
@@ -174,7 +174,7 @@ class Loaders:
                 raise AutoBatchError(
                     f"AutoBatch: {self._where}: the batch size of this {type(loader).__name__} cannot be "
                     "set. Return one DataLoader, or a list of them for validation, with a batch_size, and a "
-                    "sampler in place of a batch_sampler"
+                    "sampler instead of a batch_sampler"
                 )
         combined = CombinedLoader(given, "sequential")
         return combined, [loader.batch_size for loader in combined.flattened]

@@ -74,7 +74,7 @@ class TrainStep:
 class ValidationStep:
     """Batches of validation, beside the outputs that the whole loop keeps.
 
-    What a call leaves in attributes of the module and its metrics, it takes out again.
+    It removes the changes that a call makes to attributes of the module and its metrics.
 
     Args:
         trainer: the trainer.
@@ -129,7 +129,7 @@ class _Fetcher:
 
 
 def _begin(trainer: Any, loop: Any, *names: str) -> None:
-    """Log to new results, and call hooks that come before the first batch: a step may need what they make."""
+    """Log to new results, and call the hooks before the first batch: a step may need their objects."""
     loop._results = _ResultCollection(trainer.training)
     for name in names:
         _call_lightning_module_hook(trainer, name)
@@ -154,11 +154,11 @@ def set_up_optimizers(trainer: Trainer) -> list[Any]:
 
 @contextlib.contextmanager
 def rehearsal(trainer: Any) -> Iterator[None]:
-    """Inside, the trainer can run steps; afterwards its state is restored.
+    """Context in which the trainer can run steps. Its state is restored at the end.
 
-    What trials do to the module, its optimizers and the global generators, the search itself puts back. This
-    puts back the rest: attributes of all objects of Lightning, datasets and samplers that the trainer leads
-    to, optimizers that the module keeps, and the generators once more, because hooks draw from them.
+    The search itself restores the module, its optimizers and the global generators. This context restores the
+    rest: attributes of all Lightning objects, datasets and samplers reachable from the trainer, optimizers
+    that the module keeps, and the generators once more, because hooks draw from them.
     """
     device, module = trainer.strategy.root_device, trainer.lightning_module
     with contextlib.ExitStack() as stack:

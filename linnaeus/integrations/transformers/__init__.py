@@ -66,7 +66,7 @@ def autobatch(
     `hyperparameter_search`.
 
     Args:
-        trainer: a `Trainer`, of a subclass of your own or of TRL's `SFTTrainer`, `DPOTrainer` or
+        trainer: a `Trainer`, your own subclass or TRL's `SFTTrainer`, `DPOTrainer` or
             `RewardTrainer`.
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
         budget: "tokens" makes batches of as many tokens as fit, few long samples or many short ones, with
@@ -172,7 +172,7 @@ class _Search:
     budget: str | None = None
 
     def __call__(self, batch_size: int | None = None, *arguments: Any, **keywords: Any) -> Any:
-        """Run the loop; `batch_size` is what the trainer was built with."""
+        """Run the loop. `batch_size` is the trainer's original batch size."""
         trainer = self.trainer
         checkpoint = keywords.get("resume_from_checkpoint")
         with joined_ranks() as control:  # so that an error of one rank ends all
@@ -219,7 +219,7 @@ class _Search:
         if self.evaluation and generates:
             raise AutoBatchError(
                 "AutoBatch cannot search per_device_eval_batch_size with predict_with_generate, whose memory "
-                "grows with what is generated. Give evaluation=False."
+                "grows with the generated tokens. Set evaluation=False."
             )
         if self.evaluation is None:
             strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))

@@ -19,7 +19,7 @@ def trial_data(
     """Look for the largest samples of the training set or the evaluation set(s), or of these samples.
 
     Returns:
-        The look, and the samples of the largest dataset; None where nobody knows.
+        The look, and the samples of the largest dataset; None if unknown.
 
     Raises:
         AutoBatchError: the loader's batch size is not the trainer's, or the dataset is not read by index.
@@ -74,7 +74,7 @@ def ends_of(trainer: Any) -> Ends:
 
 
 def budget_loader(trainer: Any, ends: Ends, budget: int) -> Any:
-    """The trainer's loader, with batches within a budget that every rank takes by itself."""
+    """Return the trainer's loader with batches within a budget. Each rank draws its own batches."""
     loader, args = type(trainer).get_train_dataloader(trainer), trainer.args
     seed = args.seed if args.data_seed is None else args.data_seed
     return loader_of_rank(trainer.accelerator, loader, ends, budget, seed=seed)

@@ -29,8 +29,8 @@ _PROCESS_STATES: list[dict[str, Any]] = [PartialState._shared_state, Accelerator
 def rehearsal(trainer: Any) -> Iterator[Rehearsal]:
     """Let a trainer run steps before its own loop has prepared anything: `with rehearsal(trainer) as steps`.
 
-    On leaving, the trainer's attributes, its model's `forward`, its accelerator and the global random number
-    generators are what they were; parameters are those of the search. Inside, nothing is logged and no
+    On exit, the trainer's attributes, its model's `forward`, its accelerator and the global random number
+    generators are restored. Parameters keep the values of the search. Inside, nothing is logged and no
     callback is called.
     """
     accelerator, device, model = trainer.accelerator, trainer.args.device, trainer.model
@@ -44,7 +44,7 @@ def rehearsal(trainer: Any) -> Iterator[Rehearsal]:
         stack.callback(vars(model).clear)
         several = accelerator.num_processes > 1
         if several:
-            for state in _PROCESS_STATES:  # `gather` and the like return what they are given
+            for state in _PROCESS_STATES:  # `gather` and the like return their input
                 state["distributed_type"] = DistributedType.NO
         prepared = wrapped = accelerator.prepare_model(model, evaluation_mode=True)
         if several:
@@ -85,7 +85,7 @@ class Rehearsal:
     def train(self, batches: Sequence[Any]) -> None:
         """Run an optimizer step as the trainer's loop does, with the first and the last of its micro-batches.
 
-        Those between allocate what the first has allocated and freed.
+        The others allocate only memory that the first has allocated and freed.
 
         Args:
             batches: of one step, and one more: the trainer's loader reads ahead.
@@ -115,7 +115,7 @@ class Rehearsal:
         """Run prediction steps as the trainer's evaluation does, beside the outputs kept by its loop.
 
         Args:
-            num_samples: of the loop; None where it is not known.
+            num_samples: of the loop; None if unknown.
             batches: the batch, and one more.
         """
         trainer, args = self._trainer, self._trainer.args
@@ -133,14 +133,14 @@ class Rehearsal:
                 else (logits, recursively_apply(torch.clone, labels))
             )
 
-        if args.device.type != "cpu":  # to which the loop moves what it keeps
+        if args.device.type != "cpu":  # the loop moves kept outputs to the CPU
             num_batches = min(num_batches, args.eval_accumulation_steps or num_batches)
         kept = list[Any]()
         for number in (1, 2)[:num_batches]:
             kept.append(self._run_loop(run, number, num_batches))
 
     def batches(self, ahead: Any, num_batches: int) -> list[Any]:
-        """Return so many copies of a batch on the device, and the batch itself, which is read ahead."""
+        """Return copies of a batch on the device, and the batch itself, which is read ahead."""
         # Not `copy.deepcopy`, whose tensors a trial on the CPU does not count.
         copies = (recursively_apply(Tensor.clone, ahead) for _ in range(num_batches))
         return [send_to_device(each, self._accelerator.device) for each in copies] + [ahead]
