@@ -45,6 +45,7 @@ JOB = (
     "DATA.AUTOBATCH.ENABLED=True",
     "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
     "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
+    "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",  # others may hold most of this machine's memory
     "EXPERIMENT.DEVICE=cpu",
     "EXPERIMENT.NAME=small",
     "TRAIN.EPOCHS=2",
