@@ -33,24 +33,10 @@ import psutil
 import torch
 
 from tests.helpers import forks
-from tests.helpers.odd_ranks import KINDS, PLACES
+from tests.helpers.odd_ranks import JOB, KINDS, PLACES
 from tests.helpers.runs import weights
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = (
-    "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
-    "DATA.NUM_WORKERS=0",
-    "MODEL.NAME=test_resnet",
-    "DATA.IMG_SIZE=8",
-    "DATA.BATCH_SIZE=8",
-    "DATA.AUTOBATCH.ENABLED=True",
-    "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
-    "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
-    "EXPERIMENT.DEVICE=cpu",
-    "EXPERIMENT.NAME=job",
-    "TRAIN.EPOCHS=3",
-    "TRAIN.AUTO_RESUME=True",
-)
 LIMIT_S = 120.0
 """Whatever lives so long after its fault is left behind."""
 
@@ -75,7 +61,8 @@ class Job:
             f"--nproc_per_node={ranks}",
             "-m",
             module or "tests.helpers.odd_ranks",
-            *OPTIONS,
+            *JOB,
+            "TRAIN.EPOCHS=3",
             *options,
         ]
         environment = {"PYTHONPATH": str(ROOT), "CI": "true", "OMP_NUM_THREADS": "1", **env}
@@ -185,7 +172,7 @@ def show_random(count: int, num_ranks: int) -> None:
         began = time.monotonic()
         job = Job(Path(folder), ranks=num_ranks)
         assert job.end() == 0, job.log.read_text()
-        duration_s, expected = time.monotonic() - began, weights(Path(folder, "runs/job"))
+        duration_s, expected = time.monotonic() - began, weights(Path(folder, "runs/small"))
     for number in range(count):
         name = chance.choice(("SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1", "SIGSTOP"))
         target, moment_s = chance.randrange(-1, num_ranks), chance.uniform(0, 1.2 * duration_s)
@@ -206,7 +193,7 @@ def show_random(count: int, num_ranks: int) -> None:
             is_lost = again.end() != 0
             has_same = not is_lost and all(
                 torch.equal(tensor, expected[key])
-                for key, tensor in weights(Path(folder, "runs/job")).items()
+                for key, tensor in weights(Path(folder, "runs/small")).items()
             )
             if is_lost:
                 print(again.log.read_text())

@@ -36,6 +36,22 @@ PLACES = {
     "while a checkpoint is written": "saving a checkpoint",
 }
 """Where faults come, by what the rank says that it does there."""
+JOB = (
+    "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
+    "DATA.NUM_WORKERS=0",
+    "MODEL.NAME=test_resnet",
+    "DATA.IMG_SIZE=8",
+    "DATA.BATCH_SIZE=8",
+    "DATA.AUTOBATCH.ENABLED=True",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
+    "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
+    "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",  # others may hold most of this machine's memory
+    "EXPERIMENT.DEVICE=cpu",
+    "EXPERIMENT.NAME=small",
+    "TRAIN.EPOCHS=2",
+    "TRAIN.AUTO_RESUME=True",
+)
+"""A run of two epochs. Later tokens override these."""
 KINDS = ("error", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "deaf")
 
 _events = itertools.count(1)

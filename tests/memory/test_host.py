@@ -1,6 +1,8 @@
 """What a process holds on the host, its budget, and the cap."""
 
 import contextlib
+import mmap
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -158,6 +160,19 @@ def test_memory_that_no_operation_returns_counts_if_it_is_much(memory, unseen_mi
         assert memory.peak() == pytest.approx(peak, abs=60 * MIB if counts else 0)
 
 
+def test_pages_of_files_do_not_count_as_growth(memory):
+    """Where memory is short, the system drops libraries and reads them again."""
+    library = Path(torch.__file__).parent / "lib/libtorch_cpu.so"
+    with library.open("rb") as file, memory.cap(memory.in_use() + 60 * MIB):
+        memory.reset_peak()
+        before, resident = memory.in_use(), status_bytes("RssFile")
+        pages = mmap.mmap(file.fileno(), 200 * MIB, prot=mmap.PROT_READ)
+        assert sum(pages[:: mmap.PAGESIZE]) > 0
+        assert status_bytes("RssFile") - resident > 100 * MIB
+        allocate(20 * MIB)
+        assert memory.peak() == before + 20 * MIB
+
+
 FREED = """
 import torch
 from linnaeus.autobatch.memory.device import device_memory
@@ -186,7 +201,7 @@ def test_freed_blocks_return_to_the_system_in_trials_alone(tmp_path):
 
 @pytest.mark.parametrize("missing", ["status", "clear_refs"])
 def test_a_system_that_does_not_tell_the_peak_is_refused(tmp_path, monkeypatch, missing):
-    files = {"status": "VmRSS: 4 kB\nVmHWM: 4 kB", "clear_refs": ""}
+    files = {"status": "VmRSS: 4 kB\nVmHWM: 4 kB\nRssFile: 0 kB", "clear_refs": ""}
     monkeypatch.setattr(host, "PROCESS", tmp_path)
     for name, text in files.items():
         (tmp_path / name).write_text(text)

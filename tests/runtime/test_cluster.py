@@ -19,21 +19,10 @@ from linnaeus.runtime.signals import StopRequest
 from linnaeus.training import stop
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
-from tests.helpers.odd_ranks import KINDS, PLACES
-from tests.helpers.runs import SMALL, assert_same_bits, free_ports, wait_until, weights
+from tests.helpers.odd_ranks import JOB, KINDS, PLACES
+from tests.helpers.runs import assert_same_bits, free_ports, wait_until, weights
 from tests.helpers.small_runs import lines_of
 
-JOB = (
-    *(option for option in SMALL if not option.startswith(("MODEL.", "DATA.DATASET."))),
-    "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
-    "DATA.NUM_WORKERS=0",
-    "MODEL.NAME=test_resnet",
-    "DATA.IMG_SIZE=8",
-    "DATA.BATCH_SIZE=8",
-    "DATA.AUTOBATCH.ENABLED=True",
-    "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
-    "TRAIN.AUTO_RESUME=True",
-)
 TWO = ("--standalone", "--nproc_per_node=2")
 e2e, slow = pytest.mark.e2e, pytest.mark.slow
 

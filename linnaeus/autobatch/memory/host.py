@@ -48,7 +48,8 @@ class CpuMemory(DeviceMemory):
     the resident set is above the cap.
 
     The high-water mark of the resident set counts where it exceeds the count by more than `_MARGIN`: then
-    kernels, compiled code or other threads allocate memory that no operation returns.
+    kernels, compiled code or other threads allocate memory that no operation returns. Pages of files, such as
+    libraries, do not count as growth: where memory is short, the system drops them and reads them again.
 
     Under a cap, glibc returns freed blocks to the system (see `_IN_TRIALS`). `MALLOC_MMAP_THRESHOLD_` in the
     environment is kept.
@@ -106,7 +107,7 @@ class CpuMemory(DeviceMemory):
     def reset_peak(self) -> None:
         """Reset the peak to the memory in use now."""
         self._peak_bytes, self._held_at_reset = self._live_bytes, self.in_use()
-        self._resident_at_reset = status_bytes("VmRSS")
+        self._resident_at_reset = _without_files("VmRSS")
         (PROCESS / "clear_refs").write_text("5")  # resets VmHWM
 
     def peak(self) -> int:
@@ -142,7 +143,7 @@ class CpuMemory(DeviceMemory):
 
     def _held(self, name: str, counted_bytes: int) -> int:
         """Return the count, or `VmRSS` or `VmHWM` where that is larger by more than `_MARGIN`."""
-        grown_bytes = status_bytes(name) - self._resident_at_reset
+        grown_bytes = _without_files(name) - self._resident_at_reset
         resident_bytes = self._held_at_reset + math.ceil(grown_bytes / _STEP_BYTES) * _STEP_BYTES
         return resident_bytes if resident_bytes > (1 + _MARGIN) * counted_bytes else counted_bytes
 
@@ -190,6 +191,11 @@ def status_bytes(name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise LookupError(f"{PROCESS}/status has no {name}")
+
+
+def _without_files(name: str) -> int:
+    """Return `VmRSS` or `VmHWM` without the pages of files that are resident now."""
+    return status_bytes(name) - status_bytes("RssFile")
 
 
 def _resident_bytes_of_ranks(num_ranks: int, pids: Sequence[int] = ()) -> int:

@@ -11,25 +11,32 @@ from tests.helpers.predictions import MEASURED, MIB, NARROW, SVG, content_of
 from tests.helpers.runs import SMALL
 
 
-def limit(room_mib):
-    """A key for a device with so much more than this process holds."""
-    total = held_bytes() / MIB + 100 + room_mib  # 100: what libraries still load
-    return (f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={total / 1024:.4f}",)
+def device_mib(room_mib):
+    """The memory of a device with so much more than this process holds."""
+    return held_bytes() / MIB + 100 + room_mib  # 100: what libraries still load
+
+
+def limit(total_mib):
+    """The key for a device with so much memory."""
+    return (f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={total_mib / 1024:.4f}",)
 
 
 @pytest.mark.usefixtures("few_timed_steps")
 @pytest.mark.slow
 def test_many_fractions_cost_little_more_than_one(run, tmp_path):
-    fractions = [0.95, 0.98, 1.0]
+    """The fractions leave half, three quarters and all of the room, however much this process holds."""
+    room_mib = 320
+    total = device_mib(room_mib)
+    fractions = [round(1 - unused * room_mib / total, 4) for unused in (0.5, 0.25, 0)]
     outcome = run(
         "analyze",
         *MEASURED,
-        "MODEL.width=131072",
+        "MODEL.width=524288",
         "DATA.AUTOBATCH.TOLERANCE=0",
         "--fractions",
-        "0.95,0.98,1.0",
+        ",".join(map(str, fractions)),
         "DATA.AUTOBATCH.STEPS_PER_TRIAL=1",
-        *limit(80),
+        *limit(total),
         "--plot",
         "sizes.svg",
     )
@@ -78,7 +85,7 @@ def test_a_whole_analysis(run, tmp_path):
         "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=7000",
         "--plot",
         "a.svg",
-        *limit(2000),  # whatever else is in use on the machine
+        *limit(device_mib(2000)),  # whatever else is in use on the machine
     )
     found = content_of(outcome, tmp_path / "batch_sizes.json")
     rows = [row for row in found["results"] if row["variant"] == "as configured"]
