@@ -41,6 +41,10 @@ _NOT_COMPARED = (
     "DATA.AUTOBATCH.START_VAL",
 )
 """Keys that a sweep sets for each run and that do not affect results."""
+_OF_WEIGHTS = {
+    f"DATA.AUGMENT.{name}" for name in ("RESIZE", "CROP_FRACTION", "INTERPOLATION", "MEAN", "STD")
+}
+"""Keys that pretrained weights set. They come last, because a table has no room for all keys."""
 _MOST_LETTERS = 24
 """Maximum number of letters of a value in the table."""
 _DEFAULTS = {dotted(path): key.default for path, key in KEYS.items()}
@@ -314,7 +318,7 @@ def compared(rows: Sequence[Row], names: Sequence[str], metric: str | None = Non
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys that were set to different values, in the order of the schema.
+    """Return the keys that were set to different values, in the order of the schema, those of weights last.
 
     Sizes found by AutoBatch do not count as set. A key that an older version did not write has its default. A
     key that follows another one in all runs, such as validation's batch size, is omitted.
@@ -335,7 +339,7 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
         }
         if len(texts - {None}) > 1 and not all(_follows(config, key) for config in configs):
             found.append(key)
-    return found
+    return sorted(found, key=_OF_WEIGHTS.__contains__)
 
 
 def _is_searched(config: Mapping[str, Any], key: str) -> bool:

@@ -482,6 +482,12 @@ def hold_out(
         f"no validation split: held out {len(val)} of {counted(len(listing.paths), 'sample')}, stratified by "
         f"class{of_fold}{by_group}"
     )
+    if not taxonomy.is_multilabel and len(never := np.setdiff1d(strata, strata[val])):
+        names = [[*filter(None, listing.lineages[order[i]])][-1:] for i in never.tolist()]
+        report.append(
+            f"{counted(len(never), 'class')} without a validation sample, having too few: "
+            f"{several([repr(name[0]) if name else 'unknown' for name in names])}"
+        )
     return listing.take(train), listing.take(val)
 
 

@@ -514,6 +514,7 @@ def test_folds_hold_out_each_image_once(tmp_path):
         bundle = build(tmp_path, FOLD=fold)
         assert not {*paths(bundle.val)} & {*paths(bundle.train)}
         assert sum(sizes(bundle)) == 22 + 21
+        assert any("'rare'" in line and "'cat'" not in line for line in bundle.report)
         held += paths(bundle.val)
     assert sorted(held) == [f"{each}/{i}.jpg" for each in CLASSES for i in range(7)]
     with pytest.raises(ConfigError, match=r"DATA\.DATASET\.FOLD"):

@@ -32,6 +32,10 @@ def test_equal_runs_do_not_differ_whatever_they_are_called():
     assert found == ["EXPERIMENT.SEED", "OPTIMIZER.LR", "TRAIN.EPOCHS"], (
         "in the order of the configuration"
     )
+    found = differing(
+        ("DATA.AUGMENT.STD=[1,1,1]", "OPTIMIZER.LR=1"), ("DATA.AUGMENT.RESIZE=squash",)
+    )
+    assert found == ["OPTIMIZER.LR", "DATA.AUGMENT.RESIZE", "DATA.AUGMENT.STD"], "weights set two"
 
 
 def test_a_key_that_follows_another_one_is_left_out_only_where_it_does():
