@@ -483,10 +483,10 @@ def hold_out(
         f"class{of_fold}{by_group}"
     )
     if not taxonomy.is_multilabel and len(never := np.setdiff1d(strata, strata[val])):
-        names = [[*filter(None, listing.lineages[order[i]])][-1:] for i in never.tolist()]
+        finest = ([*filter(None, listing.lineages[order[i]])] for i in never.tolist())
         report.append(
             f"{counted(len(never), 'class')} without a validation sample, having too few: "
-            f"{several([repr(name[0]) if name else 'unknown' for name in names])}"
+            f"{several([repr(x[-1]) if x else 'unknown' for x in finest])}"
         )
     return listing.take(train), listing.take(val)
 

@@ -346,7 +346,8 @@ def stored_lengths(
     if isinstance(length, str):
         if length not in columns:
             raise ValueError(
-                f"{argument} is {length!r}; the dataset's columns are {columns or 'unknown'}"
+                f"{argument} is {length!r}, but the dataset's columns are {columns or 'unknown'}. Pass a "
+                f"function: {argument}=lambda sample: sample[{length!r}]"
             )
         return dataset[length]  # type: ignore[no-any-return]
     if length is not None:
