@@ -204,6 +204,11 @@ def test_memory_bounds_the_size():
     assert again.batch_size < size
 
 
+def test_a_search_of_a_run_warns_of_nothing(caplog):
+    find_sizes(prepared(*SMALL, "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")[0])
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 def test_each_rank_has_its_own_limit(monkeypatch):
     search, _ = prepared(OWN_MODEL, OWN_DATA)
     monkeypatch.setenv(LIMITS_VARIABLE, "0.01,1000")

@@ -46,7 +46,7 @@ def unlisted_state_noticed(state: Sequence[Any], snapshot: Snapshot) -> Iterator
     """Refuse steps of optimizers that were left out of `state`, and so of its snapshot.
 
     Optimizers that the step creates over its own tensors are allowed. At the end, a warning names learning
-    rate schedulers, gradient scalers and modules with buffers that are outside `state` and have changed.
+    rate schedulers, gradient scalers and modules with persistent buffers that have changed outside `state`.
 
     Raises:
         UnlistedOptimizerError: from within the step; it names the optimizer.
@@ -87,11 +87,14 @@ def _objects(*bases: type) -> list[Any]:
 
 
 def _value(part: Any) -> str:
-    """Return the state of a scheduler or scaler, or the small buffers of a module, as text."""
+    """Return the state of a scheduler or scaler, or the small persistent buffers of a module, as text."""
     if not isinstance(part, nn.Module):
         return repr(part.state_dict())
-    buffers = vars(part).get("_buffers", {}).values()  # a module may not be initialized
-    plain = (x for x in buffers if type(x) is Tensor and x.numel() <= _SMALL and not x.is_meta)
+    held = vars(part)
+    buffers = held.get("_buffers", {})  # a module may not be initialized
+    names = buffers.keys() - held.get("_non_persistent_buffers_set", ())
+    tensors = (buffers[name] for name in sorted(names))
+    plain = (x for x in tensors if type(x) is Tensor and x.numel() <= _SMALL and not x.is_meta)
     return repr([x.tolist() for x in plain])
 
 
