@@ -318,7 +318,7 @@ def compared(rows: Sequence[Row], names: Sequence[str], metric: str | None = Non
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys that were set to different values, in the order of the schema, those of weights last.
+    """Return the keys that were set to different values, in the order of the schema; keys of weights last.
 
     Sizes found by AutoBatch do not count as set. A key that an older version did not write has its default. A
     key that follows another one in all runs, such as validation's batch size, is omitted.

@@ -195,8 +195,8 @@ def _read_folder(
     if below and median_high(map(len, parts)) == num_named:
         parts = [part[:num_named] for part in parts]
         notes.append(
-            f"{folder}: {counted(len(below), 'image')} in folders below those of DATA.DATASET.LEVELS belong "
-            f"to the class folder above, such as {below[0]}"
+            f"{folder}: {counted(len(below), 'image')} in subfolders of classes count for the class, because "
+            f"DATA.DATASET.LEVELS names {counted(num_named, 'level')}; such as {below[0]}"
         )
     coarse = dataset.ALLOW_COARSE
     if coarse is False or (coarse is None and split == "train"):

@@ -1,4 +1,4 @@
-"""Find what a step changes and `state` does not hold: optimizers, schedulers, gradient scalers, buffers."""
+"""Find optimizers, schedulers, gradient scalers and buffers that a step changes outside `state`."""
 
 from __future__ import annotations
 
