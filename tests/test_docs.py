@@ -19,6 +19,7 @@ from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
 from tests.helpers.datasets import write_image
 from tests.helpers.fashion import write_fashion_mnist
+from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.run_files import write_run
 from tests.helpers.trained import PLAIN, picture, save_run, spec_of
 
@@ -201,6 +202,8 @@ def smaller(tokens):
         length = ("TRAIN.EPOCHS=6",)
     if any(token.startswith("DATA.IMG_SIZE_SCHEDULE") for token in tokens):
         length = ("TRAIN.EPOCHS=3", "DATA.IMG_SIZE=null", "TRAIN.EFFECTIVE_BATCH_SIZE=32")
+    if "--axis" in tokens:  # sides are tried up to the limit
+        length = (f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={limit_with_room_for(400)}",)
     return [*tokens, *SMALLER, *steps, *length, *model]
 
 
