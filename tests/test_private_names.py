@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from hydra._internal.config_repository import ConfigRepository
-from torch import nn
+from torch import library, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -38,7 +38,7 @@ ATTRIBUTES = {
     torch_dist.Logger: "_set_static_graph",
     torch_dist.ProcessGroup: "_device_types _register_backend _set_default_backend "
     "_set_group_desc _set_group_name",
-    torch.library.Library: "_destroy",
+    library.Library: "_destroy",
     FSDPModule: "_get_fsdp_state",
     ConfigRepository: "_create_defaults_list _extract_defaults_list",
     argparse._ActionsContainer: "_actions",

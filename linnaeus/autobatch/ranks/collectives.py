@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as torch_dist
+from torch import library
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
@@ -28,7 +29,7 @@ class BeforeCollectives:
         self._call = call
 
     def __enter__(self) -> Self:
-        self._library = torch.library.Library("c10d", "IMPL")
+        self._library = library.Library("c10d", "IMPL")
         for name in torch._C._dispatch_get_all_op_names():  # no public function lists them
             namespace, _, operator = name.partition("::")
             if namespace == "c10d":
