@@ -278,7 +278,8 @@ class BatchSizeFinder:
         """Check the size found against the budget as read again; search below it if it no longer fits.
 
         The size runs again only if memory in use has grown and another size ran after it. The budget is read
-        again after each search, until the size found fits a budget that was read after it ran.
+        again after each search, until the size found fits a budget that was read after it ran. Peaks of
+        earlier trials guide it, unless the process holds more since then.
         """
         if self._read_budget_again() and found.size not in (None, self.trials[-1].size):
             found = self._run_again(found)
@@ -297,7 +298,7 @@ class BatchSizeFinder:
             found = self._search(
                 "confirmation",
                 max_size=size,
-                known=[newest],
+                known=[newest] if self._has_grown() else self._known.values(),
                 start=None if newest.peak_bytes else candidates[max(last - further, 0)],
                 max_trials=self._num_left,
                 deadline_s=self._deadline - time.monotonic(),

@@ -354,7 +354,7 @@ def _make_groups(
         )
         group: Any = torch_dist.group.WORLD
         if backend == "nccl":
-            if hasattr(group, "register_abort_hook"):  # since torch 2.15
+            if torch.__version__ >= "2.15":  # that of 2.14 has the method, but not for NCCL
                 group.register_abort_hook(0, partial(control.declare_hang, control.rank, _LONG))
             group = torch_dist.new_group(None, timeout, "gloo")
         return group, group_of_this_rank(backend, timeout)

@@ -43,6 +43,7 @@ def kinds():
     }
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # two of them are older names
 @pytest.mark.parametrize("name", kinds())
 def test_each_kind_of_collective_is_seen_and_then_runs(name, world):
     seen = []

@@ -288,6 +288,21 @@ def test_what_others_take_during_a_search_lowers_its_budget(
     assert record_of(found, found.batch_size).peak_bytes <= found.budget_bytes
 
 
+def test_earlier_trials_guide_the_search_below_a_lowered_budget(monkeypatch):
+    """Memory comes in pieces for 20 samples: a single trial says nothing about the size below."""
+    taken, read = [0], CpuMemory.budget
+    monkeypatch.setattr(CpuMemory, "budget", lambda memory, *asked: read(memory, *asked) - taken[0])
+
+    def step(batch):
+        make_batch(-(-len(batch) // 20) * 20)
+        taken[0] = 15 * MIB if len(batch) > 140 else taken[0]
+
+    found = find_on_cpu(step, torch.zeros, tolerance=0.0, max_batch_size=999, **room(170))
+    fits = [trial.size for trial in found.trials if trial.fits(found.budget_bytes)]
+    assert fits == sorted(fits)
+    assert (found.batch_size, found.limited_by, found.certified) == (140, "memory", True)
+
+
 # --- what limits it ---
 
 

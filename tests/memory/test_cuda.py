@@ -107,7 +107,7 @@ def test_the_cap_refuses_what_is_above_it_and_is_gone_afterwards():
     with memory.cap(memory.in_use() + 100 * MIB):
         held = mebibytes(100)
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            mebibytes(2)
+            mebibytes(50)
     assert memory.refused(caught.value)
     assert held.nbytes + mebibytes(200).nbytes == 300 * MIB
 
