@@ -85,12 +85,12 @@ if [ -n "${SMALL:-}" ]; then
   train_with bf16 60 MODEL.NAME=test_resnet TRAIN.AMP=bf16 DATA.AUTOBATCH.MAX_BATCH_SIZE=64
   part overhead 60 python3 benchmarks/trainer_overhead.py --turns 2 --widths 256 --accumulation 1
 else
-  part tests 120 python3 -m pytest -q -p no:cacheprovider -m "gpu and not slow" tests/autobatch
+  part tests 70 python3 -m pytest -q -p no:cacheprovider -m "gpu and not slow" tests/autobatch
   part truth 120 python3 -m benchmarks.research.gpu_truth --rows 2 --fraction 0.2
-  part finders 90 python3 benchmarks/search_peers.py --device cuda --model vit_small_patch16_224 --img-size 224 --memory-limit-gb 20 --rounds 1
+  part finders 140 python3 benchmarks/search_peers.py --device cuda --model vit_small_patch16_224 --img-size 224 --memory-limit-gb 20 --rounds 1
   search_under_ddp resnet50 224 4096
   train_with bf16 50 MODEL.NAME=resnet50 TRAIN.AMP=bf16 DATA.IMG_SIZE=224
-  train_with compile 90 MODEL.NAME=resnet50 TRAIN.AMP=bf16 TRAIN.COMPILE=True DATA.IMG_SIZE=224
+  train_with compile 90 MODEL.NAME=resnet18 TRAIN.AMP=bf16 TRAIN.COMPILE=True DATA.IMG_SIZE=224
   part overhead 40 python3 benchmarks/trainer_overhead.py --turns 5 --widths 256 1024 --accumulation 1
 fi
 echo
