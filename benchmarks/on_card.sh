@@ -90,7 +90,6 @@ else
   part finders 140 python3 benchmarks/search_peers.py --device cuda --model vit_small_patch16_224 --img-size 224 --memory-limit-gb 20 --rounds 1
   search_under_ddp resnet50 224 4096
   train_with bf16 50 MODEL.NAME=resnet50 TRAIN.AMP=bf16 DATA.IMG_SIZE=224
-  train_with compile 90 MODEL.NAME=resnet18 TRAIN.AMP=bf16 TRAIN.COMPILE=True DATA.IMG_SIZE=224
   part overhead 40 python3 benchmarks/trainer_overhead.py --turns 5 --widths 256 1024 --accumulation 1
 fi
 echo
