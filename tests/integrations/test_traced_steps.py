@@ -36,8 +36,8 @@ QUICK = (
     ],
 )
 def test_an_ordinary_step_is_traced_or_refused_by_the_operation(name):
-    if name.startswith("mixtral") and torch.__version__ < "2.12":
-        pytest.skip("torch 2.11 refuses experts in float32 on `meta`")
+    if name.startswith("mixtral") and torch.__version__ < "2.15":
+        pytest.skip("torch before 2.15 refuses experts in float32 on `meta`")
     if name in REFUSED:
         with pytest.raises(UntraceableError, match=f"{REFUSED[name]}.*line"):
             traced_steps.quietly(traced_steps.predicted, name)
