@@ -1,6 +1,7 @@
 """How the layout of a data set gives its splits and labels, and what is refused."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -15,13 +16,26 @@ FLAT = {"class": CLASSES}
 LABEL = {"label": CLASSES}
 
 
-def animal(i):
-    return CLASSES[i % 3]
-
-
 def notes(bundle, text):
     """The lines of the report with a text."""
     return [line for line in bundle.report if text in line]
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    """Gives the data of a manifest, which it writes first where it gets columns.
+
+    Such as "label: cat dog | split: train train val". The cells of each column recur.
+    """
+
+    def build_manifest(text="", *, num=24, file="train.csv", **dataset):
+        if text:
+            columns = {name: cells.split() for name, cells in re.findall(r"(\w+): ([^|]+)", text)}
+            row = lambda i: ",".join(cells[i % len(cells)] for cells in columns.values())  # noqa: E731
+            table(tmp_path, ",".join(["image", *columns]), row, num=num, name=file)
+        return build(tmp_path, "manifest", **dataset)
+
+    return build_manifest
 
 
 @pytest.mark.parametrize(
@@ -127,59 +141,45 @@ def test_a_third_split_is_for_the_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("column", "values"),
+    "column",
     [
-        ("Split", ("Validation", "TRAIN", "Training", "train")),
-        ("is_valid", ("True", "False", "False", "False")),
-        ("is_training_image", ("0", "1", "1", "1")),
+        "Split: Validation TRAIN Training train",
+        "is_valid: True False False False",
+        "is_training_image: 0 1 1 1",
     ],
 )
-def test_a_column_of_splits_is_no_level(tmp_path, column, values):
-    table(tmp_path, f"image,label,{column}", lambda i: f"{animal(i)},{values[i % 4]}")
-    bundle = build(tmp_path, "manifest")
+def test_a_column_of_splits_is_no_level(manifest, column):
+    bundle = manifest(f"label: cat dog fox | {column}")
     assert levels(bundle) == LABEL
     assert paths(bundle.val) == [f"img/{i}.jpg" for i in range(0, 24, 4)]
 
 
-def test_a_column_named_like_splits_has_to_say_them(tmp_path):
+def test_a_column_named_like_splits_has_to_say_them(manifest):
     """Unless it is a label or the group, or another column is that of splits."""
-
-    def cells(i):
-        return f"{animal(i)},{('train', 'extra')[i // 3 % 2]}"
-
-    table(tmp_path, "image,label,Phase", cells)
+    columns = "label: cat dog fox | Phase: train train train extra extra extra"
     with pytest.raises(ConfigError, match=r"SPLIT_COLUMN.*Phase.*extra.*LEVELS"):
-        build(tmp_path, "manifest", LEVELS=["label"])
-    assert list(levels(build(tmp_path, "manifest", LEVELS=["Phase"]))) == ["Phase"]
-    bundle = build(tmp_path, "manifest", GROUP_COLUMN="Phase", VAL_FRACTION=0.5)
-    assert levels(bundle) == LABEL
-    table(tmp_path, "image,label,Phase,is_val", lambda i: f"{cells(i)},{i % 2}")
-    assert sizes(build(tmp_path, "manifest", LEVELS=["label"])) == [12, 12]
-    table(tmp_path, "image,label,moon_phase", cells)
-    assert levels(build(tmp_path, "manifest", LEVELS=["label"])) == LABEL
+        manifest(columns, LEVELS=["label"])
+    assert list(levels(manifest(LEVELS=["Phase"]))) == ["Phase"]
+    assert levels(manifest(GROUP_COLUMN="Phase", VAL_FRACTION=0.5)) == LABEL
+    assert sizes(manifest(f"{columns} | is_val: 0 1", LEVELS=["label"])) == [12, 12]
+    other = columns.replace("Phase", "moon_phase")
+    assert levels(manifest(other, LEVELS=["label"])) == LABEL
 
 
-def test_columns_that_are_not_read_are_named(tmp_path):
-    table(tmp_path, "image,label,width,site", lambda i: f"{animal(i)},{i},{i // 3}")
-    bundle = build(tmp_path, "manifest", LEVELS=["label"], GROUP_COLUMN="site")
+def test_columns_that_are_not_read_are_named(manifest):
+    columns = "label: cat dog fox | width: 1 2 3 4 | site: a a a b b b"
+    bundle = manifest(columns, LEVELS=["label"], GROUP_COLUMN="site")
     assert [line.rpartition(": ")[2] for line in notes(bundle, "not read")] == ["width"]
 
 
-def test_groups_and_attributes_are_no_levels(tmp_path):
+def test_groups_and_attributes_are_no_levels(manifest):
     """Whether they nest or not; alone, such a column is the label."""
-
-    def row(i):
-        return f"{animal(i)},{animal(i)}{i // 12}"
-
-    table(tmp_path, "image,label,CameraType", row)
     with pytest.raises(ConfigError, match=r"LEVELS.*CameraType: 6 values.*GROUP_COLUMN"):
-        build(tmp_path, "manifest")
-    assert levels(build(tmp_path, "manifest", GROUP_COLUMN="CameraType")) == LABEL
-    assert len(levels(build(tmp_path, "manifest", LEVELS=["label", "CameraType"]))) == 2
-    table(tmp_path, "image,CameraType", animal)
-    assert levels(build(tmp_path, "manifest")) == {"CameraType": CLASSES}
-    table(tmp_path, "image,label,form", row)
-    assert list(levels(build(tmp_path, "manifest"))) == ["label", "form"]
+        manifest("label: cat dog fox | CameraType: c1 d1 f1 c2 d2 f2")
+    assert levels(manifest(GROUP_COLUMN="CameraType")) == LABEL
+    assert len(levels(manifest(LEVELS=["label", "CameraType"]))) == 2
+    assert levels(manifest("CameraType: cat dog fox")) == {"CameraType": CLASSES}
+    assert len(levels(manifest("label: cat dog fox | form: c1 d1 f1 c2 d2 f2"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -190,82 +190,80 @@ def test_groups_and_attributes_are_no_levels(tmp_path):
         (("\"['a', 'it''s']\"", "\"['a', 'b']\"", "\"['b']\""), ","),
     ],
 )
-def test_several_labels_in_a_cell_are_no_class(tmp_path, cells, separator):
-    table(tmp_path, "image\tlabel", lambda i: cells[i % 3])
+def test_several_labels_in_a_cell_are_no_class(manifest, tmp_path, cells, separator):
+    table(tmp_path, "image,label", lambda i: cells[i % 3])
     with pytest.raises(ConfigError, match=rf"label: .*LABEL_SEPARATOR '\{separator}'"):
-        build(tmp_path, "manifest")
-    assert len(levels(build(tmp_path, "manifest", LEVELS=["label"]))["label"]) == 3
-    names = levels(build(tmp_path, "manifest", LABEL_SEPARATOR=separator))["label"]
+        manifest()
+    assert len(levels(manifest(LEVELS=["label"]))["label"]) == 3
+    names = levels(manifest(LABEL_SEPARATOR=separator))["label"]
     assert not {*"".join(names)} & {*"[]|;,"}
 
 
-def test_a_comma_in_a_name_parts_no_labels(tmp_path):
+def test_a_comma_in_a_name_parts_no_labels(manifest, tmp_path):
     names = ("tench, Tinca tinca", "crane, Grus", "crane, machine")
     table(tmp_path, "image\tlabel", lambda i: names[i % 3])
-    assert len(levels(build(tmp_path, "manifest"))["label"]) == 3
+    assert len(levels(manifest())["label"]) == 3
 
 
-def test_the_column_of_splits_can_be_named(tmp_path):
-    words = ("val", "train", "test", "train")
-    table(tmp_path, "image,label,source", lambda i: f"{animal(i)},{words[i % 4]}")
-    assert sizes(build(tmp_path, "manifest", SPLIT_COLUMN="Source")) == [12, 6, 6]
+def test_the_column_of_splits_can_be_named(manifest):
+    columns = "label: cat dog fox | source: val train test train"
+    bundle = manifest(columns, SPLIT_COLUMN="Source")
+    assert sizes(bundle) == [12, 6, 6]
     with pytest.raises(ConfigError, match=r"SPLIT_COLUMN.*label"):
-        build(tmp_path, "manifest", SPLIT_COLUMN="label")
-    table(tmp_path, "image,set,split", lambda i: f"{words[i % 4]},{words[i % 4]}")
+        manifest(SPLIT_COLUMN="label")
     with pytest.raises(ConfigError, match=r"SPLIT_COLUMN.*set, split"):
-        build(tmp_path, "manifest")
+        manifest("set: train val | split: train val")
 
 
-def test_splits_in_manifests_of_their_own(tmp_path):
+def test_splits_in_manifests_of_their_own(manifest, tmp_path):
     """A test manifest without labels is not evaluated."""
     for name, num in {"train": 12, "val": 6, "test": 3}.items():
-        row = lambda i, name=name: f"{animal(i)},{name}"  # noqa: E731
-        table(tmp_path, "image,label,split", row, name=f"{name}.csv", num=num)
-    assert sizes(build(tmp_path, "manifest")) == [12, 6, 3]
+        bundle = manifest(f"label: cat dog fox | split: {name}", file=f"{name}.csv", num=num)
+    assert sizes(bundle) == [12, 6, 3]
     (tmp_path / "test.csv").write_text("image\nimg/0.jpg\n")
-    assert sizes(build(tmp_path, "manifest")) == [12, 6]
+    assert sizes(manifest()) == [12, 6]
     (tmp_path / "val.csv").unlink()
-    assert sizes(build(tmp_path, "manifest")) == [10, 2]
+    assert sizes(manifest()) == [10, 2]
 
 
 @pytest.mark.parametrize(
-    ("header", "cells", "look"),
+    ("columns", "look"),
     [
-        ("label,width", lambda i: f"{animal(i)},{640 + i}", "width: 24 numbers"),
-        ("label,part", lambda i: f"{animal(i)},one", "part: 1 value"),
-        ("label,text", lambda i: f"{animal(i)},u{i}", "text: 24 values"),
-        ("score", lambda i: f"{i / 7}", "score: 24 numbers"),
+        ("label: cat dog fox | width: 1 2 3 4 5", "width: 5 numbers"),
+        ("label: cat dog fox | part: one", "part: 1 value"),
+        ("label: cat dog fox | text: a b c d e f g h i j k l m n o p q r s t u v w x", "text: 24"),
+        ("label: cat dog fox | form: a b c d", "form: 4 values that do not nest"),
+        (
+            "score: .1 .2 .3 .4 .5 .6 .7 .8 .9 1.1 1.2 1.3 1.4 1.5 1.6 1.7 1.8 1.9 2.1 2.2",
+            "score: 20",
+        ),
     ],
 )
-def test_columns_that_are_no_levels_are_refused(tmp_path, header, cells, look):
-    table(tmp_path, f"image,{header}", cells)
+def test_columns_that_are_no_levels_are_refused(manifest, columns, look):
     with pytest.raises(ConfigError, match=rf"DATA\.DATASET\.LEVELS.*{look}"):
-        build(tmp_path, "manifest")
+        manifest(columns)
 
 
-def test_columns_that_nest_are_levels(tmp_path):
-    table(tmp_path, "image,family,species", lambda i: f"{'AAB'[i % 3]},{animal(i)}")
-    assert levels(build(tmp_path, "manifest")) == {"family": ("A", "B"), "species": CLASSES}
-    table(tmp_path, "image,label", lambda i: str(i % 3))
-    assert levels(build(tmp_path, "manifest")) == {"label": ("0", "1", "2")}
+def test_columns_that_nest_are_levels(manifest):
+    bundle = manifest("family: A A B | species: cat dog fox")
+    assert levels(bundle) == {"family": ("A", "B"), "species": CLASSES}
+    assert levels(manifest("label: 0 1 2")) == {"label": ("0", "1", "2")}
 
 
-def test_words_for_unknown_labels_are_counted_once(tmp_path):
+def test_words_for_unknown_labels_are_counted_once(manifest):
     """A class may have such a name: with a backslash in front, or in another case."""
-    words = ("\\None", "none", "Na", "None", "-", "N/A")
-    row = lambda i: f"{words[i % 6]},{('train', 'val')[i // 6 % 2]}"  # noqa: E731
-    table(tmp_path, "image,label,split", row)
-    bundle = build(tmp_path, "manifest")
+    words = "label: \\None none Na None - N/A | split: train val val train train"
+    bundle = manifest(words, num=30)
     assert levels(bundle) == {"label": ("Na", "None", "none")}
     (line,) = notes(bundle, "unknown labels")
-    assert line.endswith(": 4 'None', 4 '-', 4 'N/A'")
+    assert line.endswith(": 5 'None', 5 '-', 5 'N/A'")
 
 
 NAMES = ("none", "None", "NA", "-", "null", "\\None", "\\\\nan", "cat")
 
 
 @pytest.mark.parametrize("kind", ["folders", "flags", "sets"])
-def test_the_split_of_a_run_has_its_classes(tmp_path, kind):
+def test_the_split_of_a_run_has_its_classes(manifest, tmp_path, kind):
     if kind == "folders":
         bundle = build(folders(tmp_path / "images", ["{}"], NAMES, num=5))
     else:
@@ -273,17 +271,17 @@ def test_the_split_of_a_run_has_its_classes(tmp_path, kind):
         cells = [",".join("1" if j == i else "0" for j in range(8)) for i in range(7)]
         cells += [f"0,{more},0,0,0,0,0,1"]
         table(tmp_path, f"image,{','.join(NAMES)}", lambda i: cells[i % 8], num=80)
-        bundle = build(tmp_path, "manifest")
+        bundle = manifest()
     save_split(bundle, tmp_path / "split.csv")
     sets = {"LABEL_SEPARATOR": ";"} if kind == "sets" else {}
-    again = build(tmp_path, "manifest", TRAIN="split.csv", **sets)
+    again = manifest(TRAIN="split.csv", **sets)
     assert levels(again) == levels(bundle) == {"class": tuple(sorted(NAMES))}
     for one, other in ((bundle.train, again.train), (bundle.val, again.val)):
         assert one.targets.tolist() == other.targets.tolist()
     assert not notes(again, "unknown")
 
 
-def test_an_unusable_test_split_is_noted(tmp_path):
+def test_an_unusable_test_split_is_noted(manifest, tmp_path):
     """Where the configuration does not name it."""
     folders(tmp_path / "deep", ["train", "val"])
     folders(tmp_path / "deep", ["test/x"], ["y"])
@@ -291,65 +289,58 @@ def test_an_unusable_test_split_is_noted(tmp_path):
     assert (sizes(bundle), len(notes(bundle, "no test split"))) == ([12, 12], 1)
     with pytest.raises(DataError, match="test: 2 levels"):
         build(tmp_path / "deep", TEST="test")
-    table(tmp_path, "image,label", animal)
+    table(tmp_path, "image,label", lambda i: CLASSES[i % 3])
     for content in ("", "image,label\nimg/0.jpg,\n"):
         (tmp_path / "test.csv").write_text(content)
-        bundle = build(tmp_path, "manifest")
+        bundle = manifest()
         assert (sum(sizes(bundle)), len(notes(bundle, "no test split"))) == (24, 1)
         with pytest.raises(DataError, match=r"test\.csv"):
-            build(tmp_path, "manifest", TEST="test.csv")
+            manifest(TEST="test.csv")
 
 
 @pytest.mark.parametrize("place", ["", "images", "train/more"])
-def test_names_without_an_ending(tmp_path, place):
+def test_names_without_an_ending(manifest, tmp_path, place):
     files = [f"{i}.x{('.JPG', '.jpg', '.png')[i % 3]}" for i in range(9)]
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
     for file in files:
         (tmp_path / place / file).touch()
     folder = "more/" if "more" in place else ""
-    rows = "".join(f"\n{animal(i)},{folder}{i}.x" for i in range(9))
+    rows = "".join(f"\n{CLASSES[i % 3]},{folder}{i}.x" for i in range(9))
     (tmp_path / "train.csv").write_text(f"label,id{rows}")
-    bundle = build(tmp_path, "manifest", VAL_FRACTION=0.3)
+    bundle = manifest(VAL_FRACTION=0.3)
     assert levels(bundle) == LABEL
     found = paths(bundle.train) + paths(bundle.val)
     assert sorted(found) == sorted(str(Path(place, file)) for file in files)
 
 
 @pytest.mark.parametrize("header", ["Image;Label", "Image\tLabel", "Image|Label"])
-def test_dialects_of_csv(tmp_path, header):
-    table(tmp_path, header, animal)
-    assert levels(build(tmp_path, "manifest")) == {"Label": CLASSES}
+def test_dialects_of_csv(manifest, tmp_path, header):
+    table(tmp_path, header, lambda i: CLASSES[i % 3])
+    assert levels(manifest()) == {"Label": CLASSES}
 
 
-def test_columns_of_flags_are_classes(tmp_path):
+def test_columns_of_flags_are_classes(manifest):
     """One in each row is a label, several are a set; a column `label` of 0 and 1 has two classes."""
-    one = ("1.0,0.0,0.0", "0.0,1.0,0.0", "0.0,0.0,1.0")
-    table(tmp_path, "image,car,train,bus", lambda i: one[i % 3])
-    bundle = build(tmp_path, "manifest")
+    bundle = manifest("car: 1.0 0.0 0.0 | train: 0.0 1.0 0.0 | bus: 0.0 0.0 1.0")
     assert levels(bundle) == {"class": ("bus", "car", "train")}
     assert not bundle.taxonomy.is_multilabel
-    several = ("1,0,1", "0,1,0", "0,0,0")
-    table(tmp_path, "image,car,train,bus", lambda i: several[i % 3])
-    bundle = build(tmp_path, "manifest")
+    bundle = manifest("car: 1 0 0 | train: 0 1 0 | bus: 1 0 0")
     assert bundle.taxonomy.is_multilabel
     targets = dict(zip(paths(bundle.train), bundle.train.targets.tolist(), strict=True))
     assert {tuple(targets.get(f"img/{i}.jpg", (1, 1, 0))) for i in range(0, 24, 3)} == {(1, 1, 0)}
-    table(tmp_path, "image,label", lambda i: str(i % 2))
-    assert levels(build(tmp_path, "manifest")) == {"label": ("0", "1")}
-    two = ("1,0", "0,1", "0,0")
-    table(tmp_path, "image,sick,rusty", lambda i: two[i % 3])
-    bundle = build(tmp_path, "manifest", LEVELS=["sick", "rusty"])
+    assert levels(manifest("label: 0 1")) == {"label": ("0", "1")}
+    bundle = manifest("sick: 1 0 0 | rusty: 0 1 0", LEVELS=["sick", "rusty"])
     assert levels(bundle) == {"class": ("rusty", "sick")}
 
 
-def test_paths_with_backslashes_and_missing_roots_are_named(tmp_path):
-    table(tmp_path, "image,label", animal)
+def test_paths_with_backslashes_and_missing_roots_are_named(manifest, tmp_path):
+    manifest("label: cat dog fox")
     with pytest.raises(ConfigError, match="nowhere"):
         build(tmp_path / "nowhere", "manifest", TRAIN=str(tmp_path / "train.csv"))
     text = (tmp_path / "train.csv").read_text()
     (tmp_path / "train.csv").write_text(text.replace("img/", ".\\img\\"))
     with pytest.raises(DataError, match="backslash"):
-        build(tmp_path, "manifest")
+        manifest()
 
 
 def test_a_level_that_most_images_lack_is_refused(tmp_path):
@@ -373,13 +364,12 @@ def test_folders_that_systems_make_are_not_read(tmp_path):
     assert (levels(bundle), sizes(bundle)) == (FLAT, [12, 12])
 
 
-def test_spellings_of_an_accented_letter_are_one_class(tmp_path):
+def test_spellings_of_an_accented_letter_are_one_class(manifest, tmp_path):
     names = ("Ho\u0308hle", "H\u00f6hle", "cat")
     folders(tmp_path, ["train"], names[::2])
     folders(tmp_path, ["val"], names[1:])
     assert levels(build(tmp_path)) == {"class": ("H\u00f6hle", "cat")}
-    table(tmp_path, "image,label", lambda i: names[i % 3])
-    assert levels(build(tmp_path, "manifest")) == {"label": ("H\u00f6hle", "cat")}
+    assert levels(manifest(f"label: {' '.join(names)}")) == {"label": ("H\u00f6hle", "cat")}
 
 
 def test_a_class_folder_that_is_not_utf8_is_named(tmp_path):
@@ -417,49 +407,47 @@ def test_folds_hold_out_each_image_once(tmp_path):
         build(tmp_path, FOLD=0)
 
 
-def test_a_column_of_folds_is_used(tmp_path):
-    table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i // 3 % 4}")
-    bundle = build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN="fold")
+def test_a_column_of_folds_is_used(manifest):
+    columns = "label: cat dog fox | fold: 0 0 0 1 1 1 2 2 2 3 3 3"
+    bundle = manifest(columns, FOLD=2, SPLIT_COLUMN="fold")
     assert paths(bundle.val) == [f"img/{i}.jpg" for i in (6, 7, 8, 18, 19, 20)]
     assert levels(bundle) == LABEL
     for fold, column in ((2, None), (4, "fold")):
         with pytest.raises(ConfigError, match=r"FOLD.*0, 1, 2, 3|0, 1, 2, 3.*FOLD"):
-            build(tmp_path, "manifest", FOLD=fold, SPLIT_COLUMN=column)
-    table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i % 4}", name="test.csv", num=6)
-    assert sizes(build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN="fold")) == [18, 6, 6]
+            manifest(FOLD=fold, SPLIT_COLUMN=column)
+    bundle = manifest(columns, file="test.csv", num=6, FOLD=2, SPLIT_COLUMN="fold")
+    assert sizes(bundle) == [18, 6, 6]
 
 
-def test_columns_of_folds_and_of_splits_are_told_apart(tmp_path):
-    row = lambda i: f"{animal(i)},{i // 3 % 4},{('train', 'val')[i // 3 % 2]}"  # noqa: E731
-    table(tmp_path, "image,label,fold,split", row)
+def test_columns_of_folds_and_of_splits_are_told_apart(manifest):
+    columns = "label: cat dog fox | fold: 0 1 2 3 | split: train val"
     for name in (None, "split"):
         with pytest.raises(ConfigError, match="SPLIT_COLUMN"):
-            build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN=name)
-    bundle = build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN="fold", LEVELS=["label"])
+            manifest(columns, FOLD=2, SPLIT_COLUMN=name)
+    bundle = manifest(FOLD=2, SPLIT_COLUMN="fold", LEVELS=["label"])
     assert (levels(bundle), sizes(bundle)) == (LABEL, [18, 6])
 
 
-def test_groups_stay_on_one_side(tmp_path):
+def test_groups_stay_on_one_side(manifest, tmp_path):
     """Whatever the order of the rows; a class in one group alone is trained on."""
-
-    def row(i):
-        return f"{animal(i // 4)},camera{i // 4}" if i < 44 else "owl,camera11"
-
-    table(tmp_path, "image,label,camera", row, num=48)
-    group = {f"img/{i}.jpg": row(i).split(",")[1] for i in range(48)}
+    labels = "cat cat cat cat dog dog dog dog fox fox fox fox "
+    cameras = [f"camera{i // 4}" for i in range(48)]
+    columns = f"label: {3 * labels + labels[:32]} owl owl owl owl | camera: {' '.join(cameras)}"
+    manifest(columns, num=48, LEVELS=["label"])
+    group = {f"img/{i}.jpg": camera for i, camera in enumerate(cameras)}
     held = []
     for fold in range(3):
-        bundle = build(tmp_path, "manifest", GROUP_COLUMN="camera", FOLD=fold, NUM_FOLDS=3)
+        bundle = manifest(GROUP_COLUMN="camera", FOLD=fold, NUM_FOLDS=3)
         train, val = ({group[path] for path in paths(each)} for each in (bundle.train, bundle.val))
         assert val
         assert not train & val
         held += paths(bundle.val)
     assert sorted(held) == sorted(path for path in group if group[path] != "camera11")
-    expected = paths(build(tmp_path, "manifest", GROUP_COLUMN="Camera").val)
+    expected = paths(manifest(GROUP_COLUMN="Camera").val)
     assert 8 <= len(expected) <= 12
     header, *rows = (tmp_path / "train.csv").read_text().splitlines()
     (tmp_path / "train.csv").write_text("\n".join([header, *rows[::-1]]))
-    backwards = build(tmp_path, "manifest", GROUP_COLUMN="camera")
+    backwards = manifest(GROUP_COLUMN="camera")
     assert sorted(paths(backwards.val)) == sorted(expected)
     for wrong in ({"name": "manifest", "GROUP_COLUMN": "place"}, {"GROUP_COLUMN": "camera"}):
         with pytest.raises(ConfigError, match="GROUP_COLUMN"):

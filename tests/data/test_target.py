@@ -15,11 +15,13 @@ from linnaeus.data.image import Decoding
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.data.user_dataset import UserDataset
 from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.rng import seed_generators
 from tests.helpers import datasets
 from tests.helpers.datasets import Samples
 
 TAXONOMY = Taxonomy((Level("coarse", ("a", "b")), Level("fine", ("p", "q", "r"))), ((0, 0, 1),))
 
+CLASSES = Taxonomy((Level("class", ("0", "1", "2")),))
 
 TARGET = None
 """What a test wants as the target of every sample; values that no configuration file can hold."""
@@ -77,14 +79,12 @@ def test_torchvision_style_with_pillow_images():
     assert target.tolist() == [2]
 
 
-@pytest.mark.parametrize(
-    "make", [random.Random, np.random.default_rng, np.random.RandomState, torch.Generator]
-)
+@pytest.mark.parametrize("make", [random.Random, np.random.default_rng, torch.Generator])
 def test_a_generator_of_a_dataset_is_named(make, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "TARGET", make())
-    assert any("own generator rng" in line for line in build("with_generator").report)
-    monkeypatch.setattr(sys.modules[__name__], "TARGET", 7)
-    assert not any("own generator" in line for line in build("with_generator").report)
+    for value, is_named in ((make(), True), (7, False)):
+        monkeypatch.setattr(sys.modules[__name__], "TARGET", value)
+        report = " ".join(build("with_generator").report)
+        assert ("own generator rng" in report) == is_named
 
 
 def with_generator(split):
@@ -105,9 +105,9 @@ def test_transparent_pillow_images_show_the_background():
 
 
 def test_pillow_images_get_the_size_asked_for_or_one_for_all():
-    bundle = build("TorchvisionStyle", img_size=8, root="x", even=False)
-    assert bundle.train[7][0].shape == (3, 8, 8)
-    assert build("TorchvisionStyle", root="x", even=False).train[7][0].shape == (3, 224, 224)
+    for asked, size in ((8, 8), (None, 224)):
+        bundle = build("TorchvisionStyle", img_size=asked, root="x", even=False)
+        assert bundle.train[7][0].shape == (3, size, size)
     grey = build("TorchvisionStyle", root="x", mode="L")
     assert grey.in_chans == 1
     assert grey.val[0][0].shape == (1, 10, 20)
@@ -121,12 +121,7 @@ def test_training_images_are_augmented_and_validation_images_are_not():
 
 @pytest.mark.parametrize(
     ("target", "expected"),
-    [
-        ((1, 2), [1, 2]),
-        (torch.tensor([1, 2]), [1, 2]),
-        ({"fine": 2, "coarse": 1}, [1, 2]),
-        ({"coarse": 1}, [1, -1]),
-    ],
+    [(torch.tensor([1, 2]), [1, 2]), ({"fine": 2, "coarse": 1}, [1, 2]), ({"coarse": 1}, [1, -1])],
 )
 def test_targets_of_several_levels(monkeypatch, target, expected):
     monkeypatch.setattr(sys.modules[__name__], "TARGET", target)
@@ -135,13 +130,12 @@ def test_targets_of_several_levels(monkeypatch, target, expected):
     assert bundle.train[0][1].tolist() == expected
 
 
-@pytest.mark.parametrize("wrong", [True, 1.0, np.float64(1), (1, 2.0), [1, 2, 0]])
-def test_a_label_equal_to_an_earlier_one_is_checked_too(monkeypatch, wrong):
-    is_row = isinstance(wrong, tuple | list)
-    taxonomy = TAXONOMY if is_row else Taxonomy((Level("only", ("a", "b")),))
-    samples = Samples("train", targets=[1, 2] if is_row else 1)
+@pytest.mark.parametrize(("label", "wrong"), [([1], True), ([1, 2], (1, 2.0)), ([1, 2], [1, 2, 0])])
+def test_a_label_equal_to_an_earlier_one_is_checked_too(label, wrong):
+    taxonomy = TAXONOMY if len(label) > 1 else CLASSES
+    samples = Samples("train", targets=label)
     dataset = UserDataset(samples, "here", taxonomy, raw=False)
-    assert dataset[0][1].tolist() == ([1, 2] if is_row else [1])
+    assert dataset[0][1].tolist() == label
     samples.targets = wrong
     with pytest.raises(DataError):
         dataset[0]
@@ -157,14 +151,17 @@ def test_without_classes_targets_pass_untouched(attributes):
 
 
 def test_a_subset_is_looked_through_and_random_splits_agree():
-    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    def draw():
+        return float(torch.rand(())), random.random(), np.random.rand()
+
+    seed_generators(1)
+    expected = draw()
+    seed_generators(1)
     bundle = build("split_at_random")
     assert bundle.taxonomy is not None
     indices = [list(inner(dataset).indices) for dataset in (bundle.train, bundle.val)]
     assert sorted(indices[0] + indices[1]) == list(range(20))
-    assert torch.equal(state[0], torch.get_rng_state())
-    assert state[1] == random.getstate()
-    assert state[2] == np.random.get_state()[1].tolist()
+    assert draw() == expected
     torch.manual_seed(99)  # another process
     assert list(inner(build("split_at_random").val).indices) == indices[1]
 
@@ -174,7 +171,6 @@ def test_own_collate_function():
     batch = bundle.collate([bundle.train[i] for i in range(3)])
     assert batch.inputs[:, 0, 0, 0].tolist() == [1.0, 2.0, 3.0]
     assert batch.targets.tolist() == [[0], [1], [0]]
-    assert (bundle.in_chans, bundle.img_size) == (3, (4, 4))
 
 
 class Labelled(Samples):
@@ -187,23 +183,20 @@ class Labelled(Samples):
 @pytest.mark.parametrize(
     ("targets", "taxonomy", "expected"),
     [
-        (torch.tensor([0, 1, 2, 0, -1, 2]), None, [[0], [1], [2], [0], [-1], [2]]),
-        ([(0, 1), (1, 2)] * 3, TAXONOMY, [[0, 1], [1, 2]] * 3),
+        (torch.tensor([0, 1, 2, 0, -1, 2]), CLASSES, [[0], [1], [2], [0], [-1], [2]]),
         ([{"coarse": 1}, {"coarse": 0, "fine": 2}] * 3, TAXONOMY, [[1, -1], [0, 2]] * 3),
     ],
 )
 def test_targets_of_all_samples(targets, taxonomy, expected):
     dataset = Labelled("train", targets=targets)
-    levels = taxonomy or Taxonomy((Level("class", ("0", "1", "2")),))
-    wrapped = UserDataset(dataset, "Own", levels, raw=False)
+    wrapped = UserDataset(dataset, "Own", taxonomy, raw=False)
     assert wrapped.targets.tolist() == expected
     assert wrapped.targets.dtype == torch.int64
-    part = UserDataset(Subset(dataset, [4, 0]), "Own", levels, raw=False)
+    part = UserDataset(Subset(dataset, [4, 0]), "Own", taxonomy, raw=False)
     assert part.targets.tolist() == [expected[4], expected[0]]
 
 
 def test_a_target_transform_is_applied():
     dataset = Labelled("train", targets=[5, 6] * 3, target_transform=lambda target: target - 5)
-    levels = Taxonomy((Level("class", ("0", "1")),))
-    found = UserDataset(dataset, "Own", levels, raw=False).targets
+    found = UserDataset(dataset, "Own", CLASSES, raw=False).targets
     assert found.tolist() == [[0], [1]] * 3

@@ -9,7 +9,7 @@ import timm
 import torch
 from packaging.version import Version
 from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN, create_transform, resolve_data_config
+from timm.data import create_transform, resolve_data_config
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
@@ -62,7 +62,6 @@ def num_different(pipeline, image=IMAGE):
         {"ROTATION": 20.0},
         {"COLOR_JITTER": 0.4},
         {"POLICY": "randaugment"},
-        {"POLICY": "rand-m9-mstd0.5-inc1"},
         {"POLICY": "augmix-m5-w3"},
     ],
 )
@@ -78,10 +77,8 @@ def test_each_augmentation_changes_training_and_not_validation(changes, channels
 
 
 @pytest.mark.parametrize("changes", [{"HUE": 0.3}, {"GRAYSCALE": 0.5}])
-def test_augmentation_of_colors_needs_colors(changes):
+def test_augmentation_changes_colors(changes):
     assert num_different(transform(**changes)) > 1
-    with pytest.raises(ConfigError, match=rf"DATA\.AUGMENT\.{min(changes)}"):
-        transform(channels=4, **changes)
 
 
 class Albumentation:
@@ -121,7 +118,6 @@ V2 = "torchvision.transforms.v2"
 @pytest.mark.parametrize(
     "node",
     [
-        {"_target_": f"{V2}.RandomPosterize", "bits": 3},
         {"_target_": f"{V2}.RandomChoice", "transforms": [{"_target_": f"{V2}.RandomInvert"}]},
         {"_target_": f"{__name__}.Albumentation"},
         {"_target_": f"{__name__}.Albumentation", "tensor": True},
@@ -155,7 +151,6 @@ def test_own_transforms_get_pixels_in_the_order_of_albumentations():
     [
         {"_target_": f"{__name__}.Albumentation", "size": 8},  # another shape
         {"_target_": "hydra.utils.get_method", "path": f"{__name__}.half"},  # another type
-        {"_target_": f"{V2}.Resize", "edge": 4},
         {"_target_": "builtins.dict"},  # not callable
     ],
 )
@@ -164,7 +159,7 @@ def test_unusable_transforms_are_refused_before_training(node):
         transform(TRAIN=[{"_target_": f"{V2}.RandomInvert"}, node])
 
 
-@pytest.mark.parametrize("node", ["{size: 3}", "RandomInvert", "{_target_: a b}"])
+@pytest.mark.parametrize("node", ["{size: 3}", "RandomInvert"])
 def test_an_entry_that_names_no_transform_is_refused(node):
     with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.TRAIN"):
         load_config([f"DATA.AUGMENT.TRAIN=[{node}]"])
@@ -174,9 +169,8 @@ def test_normalisation_is_that_of_torchvision_bit_for_bit():
     """Of fractions too, which are not divided by 255 once more."""
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     for image in (IMAGE, IMAGE / 255, (IMAGE / 255).half()):
-        expected = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])(
-            image
-        )
+        fractions = functional.to_dtype(image, torch.float32, scale=True)
+        expected = functional.normalize(fractions, mean, std)
         assert torch.equal(Normalise(mean, std)(image), expected)
         assert not torch.equal(Normalise(mean, mean)(image), expected)
         torch.testing.assert_close(expected, Normalise(mean, std)(IMAGE), rtol=0, atol=3e-3)
@@ -234,10 +228,8 @@ def test_other_policies_are_those_of_timm(policy):
 
 
 def test_a_policy_that_nobody_knows_is_refused():
-    load_config(["DATA.AUGMENT.POLICY=rand-m9-mstd0.5-inc1"])
-    for policy in ("rand-x", "4a"):
-        with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.POLICY"):
-            load_config([f"DATA.AUGMENT.POLICY={policy}"])
+    with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.POLICY"):
+        load_config(["DATA.AUGMENT.POLICY=rand-x"])
     with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.POLICY"):
         transform(POLICY="augmix-q3")
 
@@ -245,7 +237,7 @@ def test_a_policy_that_nobody_knows_is_refused():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"HFLIP": 0.5, "VFLIP": 0.5},
+        {"HFLIP": 0.5, "VFLIP": 0.5, "COLOR_JITTER": 0.4},
         {"HFLIP": 0.5, "POLICY": "rand-m9-inc1"},
         {"ROTATION": 20.0, "POLICY": "randaugment"},
         {"RESIZE": "letterbox", "HFLIP": 0.5},
@@ -261,6 +253,7 @@ def test_pillow_images_are_augmented_as_tensors_are(changes, channels):
     assert all(map(torch.equal, found, expected))
     assert not all(torch.equal(each, expected[0]) for each in expected)
     assert torch.equal(functional.pil_to_tensor(pillow), before)
+    assert torch.equal(image, before)
 
 
 def test_small_pillow_images_are_cropped_as_by_timm():
@@ -281,12 +274,6 @@ def test_small_pillow_images_are_cropped_as_by_timm():
     assert 0 < mirrored < 16
 
 
-def test_the_image_that_comes_in_is_not_changed():
-    before = IMAGE.clone()
-    results(transform((40, 60), HFLIP=0.5, COLOR_JITTER=0.4))
-    assert torch.equal(IMAGE, before)
-
-
 # Resizing.
 
 WEIGHTS = (
@@ -304,6 +291,12 @@ def photograph(width, height):
     """Smooth patches of colour."""
     patches = np.random.default_rng(width).integers(0, 256, (7, 9, 3), dtype=np.uint8)
     return Image.fromarray(patches).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def noise_image(width, height):
+    """Shows the order of the passes: bicubic values that overshoot are cut off after each."""
+    generator = np.random.default_rng(0)
+    return Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def pixels(shape, width=90):
@@ -347,26 +340,12 @@ def test_each_mode_of_resizing_is_that_of_timm(mode, size, fraction):
         normalize=False,
     )
     own = ResizeCenterCrop(size, fraction, mode, "bicubic", (0.2, 0.4, 0.6))
-    for shape in ((500, 375), (375, 500), (60, 900), (31, 47)):
-        image = photograph(*shape)
-        difference = own(functional.pil_to_tensor(image)).int() - timms(image).int()
-        assert int(difference.abs().max()) <= 2
-
-
-@pytest.mark.skipif(Version(PIL.__version__) < Version("13"), reason="another order of passes")
-@pytest.mark.parametrize("mode", ["crop", "squash", "letterbox"])
-def test_noise_of_any_shape_is_resized_as_by_timm(mode):
-    """Noise shows the order of the passes: bicubic values that overshoot are cut off after each."""
-    crop_mode = {"crop": "center", "letterbox": "border"}.get(mode, mode)
-    timms = create_transform(
-        (3, 96, 96), crop_pct=0.9, crop_mode=crop_mode, interpolation="bicubic", normalize=False
-    )
-    own = ResizeCenterCrop((96, 96), 0.9, mode, "bicubic", IMAGENET_DEFAULT_MEAN)
-    generator = np.random.default_rng(0)
-    for width, height in itertools.product((40, 96, 100, 150, 320), repeat=2):
-        noise = Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
-        difference = (own(functional.pil_to_tensor(noise)).int() - timms(noise).int()).abs()
-        assert int(difference.max()) <= 2, (width, height)
+    images = [photograph(*shape) for shape in ((500, 375), (375, 500), (60, 900), (31, 47))]
+    if Version(PIL.__version__) >= Version("13"):  # before, its passes had another order
+        images += [noise_image(*shape) for shape in itertools.product((40, 100, 320), repeat=2)]
+    for image in images:
+        difference = (own(functional.pil_to_tensor(image)).int() - timms(image).int()).abs()
+        assert int(difference.max()) <= 2, image.size
         assert float(difference.float().mean()) <= 0.02
 
 
@@ -381,7 +360,7 @@ def whole(image, side, fraction):
 @pytest.mark.parametrize("fraction", [1.0, 0.875])
 @pytest.mark.parametrize(
     ("shape", "is_cropped_first"),
-    [((60, 80), False), ((48, 60), False), ((60, 9), True), ((7, 90), True)],
+    [((60, 80), False), ((60, 9), True), ((7, 90), True)],
 )
 def test_files_with_few_keys_are_resized_and_cropped(shape, is_cropped_first, fraction):
     content = {"channels": 3, "size": [32, 32], "crop_fraction": fraction}

@@ -31,16 +31,13 @@ KEYS = {
     "no folder": {"name": "local-dir:nowhere"},
     "arguments": {"KWARGS": {"colour": "red"}},
     "argument for weights": {"KWARGS": {"pretrained": True}},
-    "argument for a file": {"KWARGS": {"checkpoint_path": "a"}},
     "two sources of weights": {"PRETRAINED": True, "WEIGHTS": "a.pt"},
     "size of images": {"name": "test_vit", "img_size": (30, 30)},
     "marginal head": {"HEAD": "marginal", "taxonomy": Taxonomy(TWO_LEVELS.levels)},
 }
 FREEZING = {
-    "module": "bacbone",
     "list": ["backbone", "heads.1"],
     "everything": "*",
-    "pattern": "bakcbone.0.*",
 }
 
 
@@ -60,7 +57,6 @@ def of_files(folder, tmp_path):
         "a part": {key: value for key, value in state.items() if not key.startswith("layer4")},
         "another width": timm.create_model("test_resnet", channels=(48, 48, 48, 96)).state_dict(),
         "a list": [1, 2],
-        "code": {"state": nn.Linear(1, 1)},
     }
     found = {}
     path = tmp_path / "weights.pth"

@@ -5,7 +5,6 @@ import logging
 import re
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import timm
@@ -19,6 +18,7 @@ from linnaeus.inference.trained import load_run
 from linnaeus.models.build import build_model
 from linnaeus.models.preprocessing import with_preprocessing
 from linnaeus.runtime.errors import ConfigError
+from tests.helpers.bits import bits
 from tests.helpers.small_models import ONE_LEVEL, built
 from tests.helpers.small_models import TWO_LEVELS as BEFORE
 from tests.helpers.trained import PLAIN, save_run, spec_of
@@ -31,8 +31,8 @@ MORE_NAMES = Taxonomy(
 )
 
 
-def source_model(seed=7, in_chans=3):
-    model, _ = built(seed=seed, in_chans=in_chans)
+def source_model(seed=7):
+    model, _ = built(seed=seed)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.normal_(module.running_mean)
@@ -54,7 +54,7 @@ def checkpoint(model, average=None, spec=None):
 def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
-    last, best = source_model(1, in_chans=1), source_model(2, in_chans=1)
+    last, best = source_model(1), source_model(2)
     # A run killed while it saved may have no more than `previous.pt`.
     for name, source, average in (
         ("previous", last, None),
@@ -62,9 +62,8 @@ def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path):
         ("best", last, best),
     ):
         torch.save(checkpoint(source, average), folder / f"{name}.pt")
-        model, line = built(in_chans=1, WEIGHTS=str(folder.parent))
-        expected = (average or source).state_dict()
-        assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+        model, line = built(WEIGHTS=str(folder.parent))
+        assert bits(model.state_dict()) == bits((average or source).state_dict())
         assert str(folder / f"{name}.pt") in line
         assert "94 tensors" in line
         assert ("EMA" in line) == (average is not None)
@@ -75,7 +74,6 @@ def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path):
     [
         (BEFORE, SAME_NAMES, []),
         (BEFORE, OTHER_NAMES, ["species"]),
-        (BEFORE, MORE_NAMES, ["species"]),
         (BEFORE, ONE_LEVEL, []),
         (None, OTHER_NAMES, []),
         (None, MORE_NAMES, ["species"]),
@@ -106,19 +104,14 @@ def test_heads_are_copied_where_the_classes_are_the_same(tmp_path, spec, taxonom
             assert torch.equal(model.heads[index].bias[row], head_before.bias[row_before])
 
 
-@pytest.mark.parametrize(
-    ("prefix", "nested"), [("", None), ("module.", "state_dict"), ("_orig_mod.module.", "model")]
-)
-def test_state_dicts_of_a_whole_model_in_their_wrappings(tmp_path, prefix, nested):
+def test_a_state_dict_of_a_whole_model_loads(tmp_path):
+    """Without the prefixes of torch's wrappers."""
     source = source_model()
-    state = {f"{prefix}{name}": value for name, value in source.state_dict().items()}
-    torch.save(state if nested is None else {nested: state, "epoch": 3}, tmp_path / "a.pth")
+    state = {f"_orig_mod.module.{name}": each for name, each in source.state_dict().items()}
+    torch.save({"model": state, "epoch": 3}, tmp_path / "a.pth")
     model, line = built(WEIGHTS=str(tmp_path / "a.pth"))
-    assert (prefix in line, "backbone" in line) == (True, False)
-    assert all(
-        torch.equal(tensor, source.state_dict()[name])
-        for name, tensor in model.state_dict().items()
-    )
+    assert ("_orig_mod.module." in line, "backbone" in line) == (True, False)
+    assert bits(model.state_dict()) == bits(source.state_dict())
 
 
 def random_state(seed, name="test_resnet"):
@@ -128,26 +121,17 @@ def random_state(seed, name="test_resnet"):
 
 def is_loaded(model, state):
     own = model.backbone.state_dict()
-    return all(torch.equal(tensor, state[name]) for name, tensor in own.items())
+    return bits(own) == bits({name: state[name] for name in own})
 
 
-@pytest.mark.parametrize(
-    "key", ["", "model_state_dict", "net", "checkpoint.model.weights", "ema", "what.ever"]
-)
-@pytest.mark.parametrize(
-    "prefix",
-    ["", "model.", "net.", "encoder.", "timm_model.", "model.backbone.", "module._orig_mod.a.b."],
-)
+@pytest.mark.parametrize("key", ["", "net", "checkpoint.model.weights", "ema"])
+@pytest.mark.parametrize("prefix", ["", "timm_model.", "model.backbone.", "module._orig_mod.a.b."])
 def test_backbones_load_from_any_nesting_and_prefix(tmp_path, key, prefix):
     state = random_state(7)
     content = {f"{prefix}{name}": tensor for name, tensor in state.items()}
     content["criterion.weight"] = torch.ones(3)
     for part in reversed(key.split(".") if key else []):
-        content = {
-            "epoch": 3,
-            "optimizer": {"state": {"conv1.0.weight": torch.ones(1)}},
-            part: content,
-        }
+        content = {"optimizer": {"state": {"conv1.0.weight": torch.ones(1)}}, part: content}
     torch.save(content, tmp_path / "a.pt")
     model, line = built(WEIGHTS=str(tmp_path / "a.pt"))
     assert is_loaded(model, state)
@@ -163,7 +147,7 @@ def test_wrappers_of_inner_modules_are_left_out(tmp_path):
     assert is_loaded(built(WEIGHTS=str(tmp_path / "a.pt"))[0], state)
 
 
-@pytest.mark.parametrize("average", ["state_dict_ema", "model_ema", "ema", "swa_model"])
+@pytest.mark.parametrize("average", ["state_dict_ema", "swa_model"])
 def test_a_whole_average_is_taken_before_the_weights(tmp_path, average):
     weights, averaged = random_state(7), random_state(8)
     path = tmp_path / "a.pt"
@@ -208,40 +192,20 @@ def test_checkpoints_of_timms_training_script_load(tmp_path):
         checkpoint_dir=str(tmp_path),
     )
     saver.save_checkpoint(0, metric=1.0)
-    for name in ("last.pth.tar", "model_best.pth.tar", "checkpoint-0.pth.tar"):
-        model, _ = built(WEIGHTS=str(tmp_path / name))
-        assert is_loaded(model, source.state_dict())
+    model, _ = built(WEIGHTS=str(tmp_path / "last.pth.tar"))
+    assert is_loaded(model, source.state_dict())
     with pytest.raises(ConfigError, match=r"'test_vit'.*'test_resnet'") as caught:
         built("test_vit", img_size=(160, 160), WEIGHTS=str(tmp_path / "last.pth.tar"))
     assert len(str(caught.value)) < 500
-
-
-class Hostile:
-    """Writes a file where its pickle is loaded with its code."""
-
-    def __reduce__(self):
-        return Path.touch, (Path("touched"),)
-
-
-def test_code_in_a_file_is_named_and_does_not_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.save({"state_dict": random_state(7), "args": Hostile()}, "a.pt")
-    with pytest.raises(ConfigError, match=r"pathlib\S*Path\.touch|builtins\.getattr"):
-        built(WEIGHTS="a.pt")
-    assert not Path("touched").exists()
-    torch.load("a.pt", weights_only=False)
-    assert Path("touched").exists()
 
 
 @pytest.mark.parametrize(
     ("key", "value", "is_loaded"),
     [
         ("state.model", 5, False),
-        ("state.ema", 5, False),
         ("state.ema", {"module": [3]}, False),
         ("model_spec.model", {"LORA": 5}, False),
         ("model_spec.model", {"NAME": 5}, True),
-        ("model_spec.taxonomy", 5, True),
         ("model_spec.taxonomy", {"levels": [{"name": [], "classes": [{}, []]}]}, True),
         ("model_spec.taxonomy", {"levels": [{"name": "species", "classes": ["lion"] * 9}]}, True),
         ("model_spec.preprocessing", {"size": 5, "decoding": 5}, True),
@@ -274,10 +238,7 @@ def test_heads_of_an_export_are_copied_by_class_names(tmp_path, has_same_names):
     names = ("corax", "major", "viridis") if has_same_names else ("ant", "bee", "cow")
     taxonomy = Taxonomy((Level("species", names),))
     model, line = built(taxonomy=taxonomy, WEIGHTS=str(file))
-    assert ("copied by class names" in line, "new head" in line) == (
-        has_same_names,
-        not has_same_names,
-    )
+    assert ("copied by class names" in line) == ("new head" not in line) == has_same_names
     head = dict(source.model.named_parameters())["heads.1.weight"]
     assert torch.equal(model.heads[0].weight, head) == has_same_names
 
@@ -315,26 +276,17 @@ def pretrained(name="resnet18"):
 @pytest.mark.parametrize(
     ("node", "data", "expected"),
     [
-        (ModelConfig(NAME="resnet18"), data_of(), NONE),
         ({"_target_": "torch.nn.Linear"}, data_of(), NONE),
         (pretrained(), data_of(), RESNET),
         (pretrained("vit_tiny_patch16_384"), data_of(), LARGE),
         (pretrained("eva02_base_patch14_448"), data_of(), {"IMG_SIZE": 448, "RESIZE": "squash"}),
-        (pretrained("volo_d1_384"), data_of(), {"CROP_FRACTION": 1.0}),
         (pretrained(), data_of(IMG_SIZE=64), {**RESNET, "IMG_SIZE": 64}),
         (
             pretrained(),
-            data_of(MEAN=[0.4] * 3, CROP_FRACTION=1.0, INTERPOLATION="bilinear", RESIZE="squash"),
-            {
-                **RESNET,
-                "MEAN": [0.4] * 3,
-                "CROP_FRACTION": 1.0,
-                "INTERPOLATION": "bilinear",
-                "RESIZE": "squash",
-            },
+            data_of(MEAN=[0.4] * 3, RESIZE="squash"),
+            RESNET | {"MEAN": [0.4] * 3, "RESIZE": "squash"},
         ),
         (pretrained(), data_of(channels=5), {**RESNET, "MEAN": None, "STD": None}),
-        (pretrained(), data_of(channels=1), RESNET),
         (
             pretrained(),
             data_of("digits"),
