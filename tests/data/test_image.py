@@ -139,10 +139,9 @@ def test_opaque_pixels_and_older_runs_keep_their_colors(tmp_path):
     file = tmp_path / "a.png"
     with_alpha(COLOUR.copy()).save(file)
     opaque, colors = torch.from_numpy(ALPHA == 255), torch.from_numpy(RGB).permute(2, 0, 1)
-    for background in (0, 90, 255):
-        found = load_image(file, 3, Decoding((background,) * 3))
-        assert torch.equal(found[:, opaque], colors[:, opaque])
-        assert set(found[:, ALPHA == 0].unique().tolist()) == {background}
+    found = load_image(file, 3, Decoding((90, 90, 90)))
+    assert torch.equal(found[:, opaque], colors[:, opaque])
+    assert found[:, ALPHA == 0].unique().tolist() == [90]
     assert torch.equal(load_image(file, 3, Decoding(background=None)), colors)
 
 

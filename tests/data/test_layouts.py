@@ -167,7 +167,7 @@ def test_a_column_named_like_splits_has_to_say_them(manifest):
 
 
 def test_columns_that_are_not_read_are_named(manifest):
-    columns = "label: cat dog fox | width: 1 2 3 4 | site: a a a b b b"
+    columns = "label: cat dog fox | width: 1 2 3 4 | site: a a a b b b c c c d d d e e e f f f"
     bundle = manifest(columns, LEVELS=["label"], GROUP_COLUMN="site")
     assert [line.rpartition(": ")[2] for line in notes(bundle, "not read")] == ["width"]
 
@@ -209,8 +209,9 @@ def test_the_column_of_splits_can_be_named(manifest):
     columns = "label: cat dog fox | source: val train test train"
     bundle = manifest(columns, SPLIT_COLUMN="Source")
     assert sizes(bundle) == [12, 6, 6]
-    with pytest.raises(ConfigError, match=r"SPLIT_COLUMN.*label"):
-        manifest(SPLIT_COLUMN="label")
+    for wrong in ({"SPLIT_COLUMN": "label"}, {"SPLIT_COLUMN": "source", "FOLD": 2}):
+        with pytest.raises(ConfigError, match="SPLIT_COLUMN"):
+            manifest(**wrong)
     with pytest.raises(ConfigError, match=r"SPLIT_COLUMN.*set, split"):
         manifest("set: train val | split: train val")
 
@@ -244,9 +245,7 @@ def test_columns_that_are_no_levels_are_refused(manifest, columns, look):
         manifest(columns)
 
 
-def test_columns_that_nest_are_levels(manifest):
-    bundle = manifest("family: A A B | species: cat dog fox")
-    assert levels(bundle) == {"family": ("A", "B"), "species": CLASSES}
+def test_a_column_of_whole_numbers_may_be_the_label(manifest):
     assert levels(manifest("label: 0 1 2")) == {"label": ("0", "1", "2")}
 
 
@@ -290,12 +289,9 @@ def test_an_unusable_test_split_is_noted(manifest, tmp_path):
     with pytest.raises(DataError, match="test: 2 levels"):
         build(tmp_path / "deep", TEST="test")
     table(tmp_path, "image,label", lambda i: CLASSES[i % 3])
-    for content in ("", "image,label\nimg/0.jpg,\n"):
-        (tmp_path / "test.csv").write_text(content)
-        bundle = manifest()
-        assert (sum(sizes(bundle)), len(notes(bundle, "no test split"))) == (24, 1)
-        with pytest.raises(DataError, match=r"test\.csv"):
-            manifest(TEST="test.csv")
+    (tmp_path / "test.csv").write_text("")
+    bundle = manifest()
+    assert (sum(sizes(bundle)), len(notes(bundle, "no test split"))) == (24, 1)
 
 
 @pytest.mark.parametrize("place", ["", "images", "train/more"])
@@ -417,15 +413,6 @@ def test_a_column_of_folds_is_used(manifest):
             manifest(FOLD=fold, SPLIT_COLUMN=column)
     bundle = manifest(columns, file="test.csv", num=6, FOLD=2, SPLIT_COLUMN="fold")
     assert sizes(bundle) == [18, 6, 6]
-
-
-def test_columns_of_folds_and_of_splits_are_told_apart(manifest):
-    columns = "label: cat dog fox | fold: 0 1 2 3 | split: train val"
-    for name in (None, "split"):
-        with pytest.raises(ConfigError, match="SPLIT_COLUMN"):
-            manifest(columns, FOLD=2, SPLIT_COLUMN=name)
-    bundle = manifest(FOLD=2, SPLIT_COLUMN="fold", LEVELS=["label"])
-    assert (levels(bundle), sizes(bundle)) == (LABEL, [18, 6])
 
 
 def test_groups_stay_on_one_side(manifest, tmp_path):

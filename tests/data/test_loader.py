@@ -22,6 +22,7 @@ from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import DataError
 from linnaeus.runtime.rng import derive_seed, seed_generators
 from tests.helpers import forks
+from tests.helpers.layouts import build
 from tests.helpers.runs import wait_until
 from tests.helpers.small_runs import PLAIN
 
@@ -85,17 +86,15 @@ def loaders(bundle, workers=0, size=4, rank=0, world=1, seed=0):
 
 @pytest.mark.parametrize(
     ("asked", "cores", "processes", "expected"),
-    [(None, 64, 1, 8), (None, 8, 3, 2), (None, 2, 4, 0), (16, 2, 1, 16)],
+    [(None, 64, 1, 8), (None, 8, 3, 2), (16, 2, 1, 16)],
 )
 def test_without_a_number_there_is_a_worker_for_each_core(
     nested, monkeypatch, asked, cores, processes, expected
 ):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
-    files = build_data(DataConfig(DATASET=node, IMG_SIZE=16), seed=0)
     config, world = DataConfig(NUM_WORKERS=asked), World(CPU, 0, 1, processes)
     own = bundle_of(UserDataset(draws(16), "my.Draws", None, raw=False))
-    for data in (files, own):
+    for data in (build(nested), own):
         assert with_num_workers(config, data, world) == replace(config, NUM_WORKERS=expected)
     in_memory = with_num_workers(config, bundle_of(draws(1 << 20)), world)
     assert (asked or 0) == in_memory.NUM_WORKERS

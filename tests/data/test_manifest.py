@@ -23,7 +23,7 @@ LABELS = {
 @pytest.fixture
 def folder(tmp_path):
     for i in range(6):
-        write_image(tmp_path / "img" / f"{i}.jpg", seed=i)
+        write_image(tmp_path / f"img/{i}.jpg", seed=i)
     (tmp_path / "train.csv").write_text(ROWS)
     return tmp_path
 
@@ -179,11 +179,6 @@ def test_a_row_with_fewer_cells_is_named_by_its_line(folder):
     assert f"line 7: {last}" in line
     (folder / "train.csv").write_text(ROWS + "\n,,\n")
     assert not notes(folder, "fewer cells")
-
-
-def test_a_label_is_one_line(folder):
-    (folder / "train.csv").write_text(ROWS.replace("cat", '"cat\nfish"'))
-    assert "cat fish" in levels(build(folder))["species"]
 
 
 def test_a_finished_run_reads_no_data(folder, run):

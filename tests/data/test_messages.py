@@ -1,12 +1,12 @@
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
-from linnaeus.data.batch import Batch, BatchSpec, batch_size
-from linnaeus.data.bundle import collate_pairs
+from linnaeus.data.batch import Batch, batch_size
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image import load_image
 from linnaeus.data.mixing import DeviceTransform, Mixing, mixed_epochs
@@ -92,31 +92,31 @@ def manifest(text, **dataset):
 
 
 ROWS = "image,kingdom,species\nimg/0.jpg,Animalia,cat\nimg/1.jpg,Plantae,oak\n"
-MANIFESTS = {
-    "empty": lambda: manifest("\n\n"),
-    "no row": lambda: manifest("image,species\n"),
-    "no labels": lambda: manifest("image\nimg/0.jpg\n"),
-    "no image column": lambda: manifest("photo,a\nimg/0.jpg,x\n"),
-    "a column twice": lambda: manifest("image,a,a\nimg/0.jpg,x,y\n"),
-    "too many cells": lambda: manifest("image,a\nimg/0.jpg,x\n\nimg/1.jpg,y,z\n"),
-    "no path": lambda: manifest("image,a\nimg/0.jpg,x\n,y\n"),
-    "broken": lambda: manifest('image,a\nimg/0.jpg,"x\n'),
-    "encoding": lambda: manifest(b"image,a\nimg/0.jpg,f\xe9e\n"),
-    "no class": lambda: manifest("image,a\nimg/0.jpg,\nimg/1.jpg,\n"),
+TABLES = {
+    "empty": "\n\n",
+    "no row": "image,species\n",
+    "no labels": "image\nimg/0.jpg\n",
+    "no image column": "photo,a\nimg/0.jpg,x\n",
+    "a column twice": "image,a,a\nimg/0.jpg,x,y\n",
+    "too many cells": "image,a\nimg/0.jpg,x\n\nimg/1.jpg,y,z\n",
+    "no path": "image,a\nimg/0.jpg,x\n,y\n",
+    "broken": 'image,a\nimg/0.jpg,"x\n',
+    "encoding": b"image,a\nimg/0.jpg,f\xe9e\n",
+    "no class": "image,a\nimg/0.jpg,\nimg/1.jpg,\n",
+    "values of a split": "image,a,split\nimg/0.jpg,x,0\nimg/1.jpg,y,1\n",
+    "flags": "image,age,a,b\nimg/0.jpg,3,0,1\nimg/1.jpg,4,0,0\n",
+    "images": f"image,a\n{'7 ' * 200},x\n",
+    "fine to coarse": "image,b,a\nimg/0.jpg,cat,A\nimg/1.jpg,dog,A\nimg/1.jpg,oak,P\n",
+}
+MANIFESTS = {title: partial(manifest, text) for title, text in TABLES.items()} | {
     "no image": lambda: manifest("image,a\n0.jpg,x\n", val="image,a\n1.jpg,x\n"),
     "misspelled level": lambda: manifest(ROWS, LEVELS=["specie"]),
     "the image as a level": lambda: manifest(ROWS, LEVELS=["image"]),
-    "fine to coarse": lambda: manifest(
-        "image,b,a\nimg/0.jpg,cat,A\nimg/1.jpg,dog,A\nimg/1.jpg,oak,P\n"
-    ),
     "unknown class of val": lambda: manifest(
         ROWS, val="image,kingdom,species\nimg/0.jpg,Plantae,oak\nimg/1.jpg,Plantae,elm\n"
     ),
     "val column": lambda: manifest(ROWS, val="image,kingdom\nimg/0.jpg,Plantae\n"),
     "none": lambda: build(NAME="manifest"),
-    "values of a split": lambda: manifest("image,a,split\nimg/0.jpg,x,0\nimg/1.jpg,y,1\n"),
-    "flags": lambda: manifest("image,age,a,b\nimg/0.jpg,3,0,1\nimg/1.jpg,4,0,0\n"),
-    "images": lambda: manifest(f"image,a\n{'7 ' * 200},x\n"),
 }
 
 
@@ -168,7 +168,6 @@ OWN = {
     "levels of synthetic": lambda: synthetic(2, 4, LEVELS=["a"]),
     "unknown in part": lambda: synthetic(4, UNKNOWN_FRACTION=0.5),
     "no tensor in a batch": lambda: batch_size(Batch({"a": 1}, 3)),
-    "no sample to look at": lambda: BatchSpec([], collate_pairs, 4, seed=0),
     "a name under several parents": lambda: index_labels(
         ["genus", "species"], [*ALBA, (None, "alba")]
     ),

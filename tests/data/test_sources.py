@@ -277,13 +277,6 @@ def test_a_sample_key_that_comes_twice_is_refused(more, tmp_path):
         build("webdataset", tmp_path)
 
 
-def test_members_of_a_sample_need_not_be_adjacent(tmp_path):
-    samples = members(range(60))
-    write_tar(tmp_path / "train.tar", samples[::2] + samples[1::2] + [("README", "text")])
-    bundle = build("webdataset", tmp_path, IMAGE_COLUMN="png")
-    assert [len(bundle.train) + len(bundle.val), len(bundle.report)] == [60, 2]
-
-
 def test_samples_of_tar_files_without_image_are_counted(tmp_path):
     write_tar(tmp_path / "train.tar", [*members(range(12)), ("20.cls", "cat"), ("21.cls", "dog")])
     assert "2 samples" in " ".join(build("webdataset", tmp_path).report)

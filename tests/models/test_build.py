@@ -5,7 +5,6 @@ import safetensors.torch
 import timm
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.builtin import TAXONOMY
@@ -95,10 +94,7 @@ def test_a_model_of_a_folder_is_built_without_the_folder(tmp_path):
     source = timm.create_model("test_vit", **arguments)
     timm.models.save_for_hf(source, folder, model_args=arguments | {"qkv_bias": False})
     node = ModelConfig(NAME=f"local-dir:{folder}")
-    nothing = TensorDataset(torch.empty(0))
-    data = DataBundle(
-        nothing, nothing, TAXONOMY, in_chans=1, img_size=(32, 32), collate=collate_pairs
-    )
+    data = DataBundle([], [], TAXONOMY, in_chans=1, img_size=(32, 32), collate=collate_pairs)
     model, _ = build_model(node, taxonomy=TAXONOMY, in_chans=1, img_size=(32, 32))
     spec = ModelSpec.from_dict(ModelSpec.of(node, data).as_dict(), folder / "last.pt")
     folder.rename(tmp_path / "moved")

@@ -108,11 +108,10 @@ def test_messages(golden, folder, tmp_path, monkeypatch):
     messages["weights: of a folder"] = built(f"local-dir:{folder}", PRETRAINED=True)[1]
     torch.save(build().backbone.state_dict(), tmp_path / "a.pth")
     messages["weights: of a file"] = built(WEIGHTS=str(tmp_path / "a.pth"))[1]
-    messages["weights: with heads"] = built(WEIGHTS=str(saved_heads(tmp_path, TWO_LEVELS)))[1]
-    of_run = built(
-        taxonomy=ONE_LEVEL, WEIGHTS=str(save_run(tmp_path / "run", spec_of(taxonomy=TWO_LEVELS)))
-    )
-    messages["weights: of a run"] = of_run[1]
+    torch.save(build().state_dict(), tmp_path / "whole.pth")
+    messages["weights: with heads"] = built(WEIGHTS=str(tmp_path / "whole.pth"))[1]
+    run = save_run(tmp_path / "run", spec_of(taxonomy=TWO_LEVELS))
+    messages["weights: of a run"] = built(taxonomy=ONE_LEVEL, WEIGHTS=str(run))[1]
     averages = {f"net.{name}": each for name, each in build().backbone.state_dict().items()}
     torch.save({"model": {}, "ema": averages | {"step": torch.ones(1)}}, tmp_path / "a.pth")
     messages["weights: of another program"] = built(WEIGHTS=str(tmp_path / "a.pth"))[1]
@@ -127,9 +126,3 @@ def test_messages(golden, folder, tmp_path, monkeypatch):
         with_preprocessing(data, ModelConfig(NAME="resnet18", PRETRAINED=True))[1]
     )
     golden("models", messages, folder=folder, tmp=tmp_path, here=__name__)
-
-
-def saved_heads(folder, taxonomy):
-    """A state dict of a whole model, which does not name its classes."""
-    torch.save(build(taxonomy=taxonomy).state_dict(), folder / "whole.pth")
-    return folder / "whole.pth"
