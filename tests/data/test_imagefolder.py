@@ -69,7 +69,7 @@ def test_images_in_a_coarser_folder_have_unknown_finer_labels(nested, tmp_path):
     assert labels(build_evaluation_data(request).bundle.val) == labels(bundle.val)
 
 
-def test_what_is_hidden_or_no_image_is_ignored_and_links_are_followed(nested, tmp_path):
+def test_hidden_and_other_files_are_ignored_and_links_followed(nested, tmp_path):
     expected = paths(build(nested).train)
     write_image(nested / ".trash/x/0.jpg")
     (nested / "Animalia/cat/notes.txt").write_text("x")

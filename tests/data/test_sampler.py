@@ -88,7 +88,7 @@ def test_balanced_epochs_have_each_class_equally_often():
     assert plain[0, 0] == 90
 
 
-def test_square_root_epochs_have_classes_by_the_root_of_their_samples():
+def test_square_root_epochs_have_classes_by_the_root_of_samples():
     sizes = {(0, 0): 90, (0, 1): 7, (1, 2): 2, (1, -1): 3}
     total = sum(size**0.5 for size in sizes.values())
     for epoch in range(3):
@@ -129,7 +129,7 @@ def test_epochs_by_class_are_split_and_resumed_as_others(world, skip, epoch, pow
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=200), st.floats(0.01, 0.99))
-def test_a_split_is_near_its_fraction_with_all_classes_in_training(strata, fraction):
+def test_a_split_has_its_fraction_and_all_classes_in_training(strata, fraction):
     train, val = stratified_split(
         encoded(f"{i}.jpg" for i in range(len(strata))), np.array(strata), fraction
     )

@@ -99,7 +99,7 @@ def test_pillow_images_get_the_size_asked_for_or_one_for_all():
     assert grey.val[0][0].shape == (1, 10, 20)
 
 
-def test_training_images_are_augmented_and_validation_images_are_not():
+def test_training_images_are_augmented_and_others_are_not():
     bundle = build("TorchvisionStyle", root="x", augment=AugmentConfig(HFLIP=0.0, COLOR_JITTER=0.9))
     assert len({float(bundle.train[9][0][0].float().mean()) for _ in range(8)}) > 1
     assert len({float(bundle.val[9][0][0].float().mean()) for _ in range(8)}) == 1

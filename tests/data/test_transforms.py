@@ -132,7 +132,7 @@ def test_own_transforms_are_seeded_with_the_sample(node, channels):
     assert not all(torch.equal(seen[0], each) for each in seen)
 
 
-def test_own_transforms_get_pixels_in_the_order_of_albumentations():
+def test_own_transforms_get_pixels_as_albumentations_orders_them():
     image = torch.arange(48, dtype=torch.uint8).reshape(3, 4, 4)
     pipeline = transform((4, 4), TRAIN=[{"_target_": f"{__name__}.Albumentation"}])
     (found,) = results(pipeline, image, tries=1)

@@ -33,7 +33,7 @@ def test_channels_and_size_come_from_the_data(name, in_chans, img_size):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_model_is_built_from_the_seed_in_training_mode_and_its_statistics_untouched():
+def test_a_model_follows_from_the_seed_with_untouched_statistics():
     """The features have been looked at, but in no way that shows."""
     model, again = build(), build().state_dict()
     assert all(module.training for module in model.modules())
@@ -55,7 +55,7 @@ def test_weights_come_from_a_safetensors_file(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext"])
-def test_gradient_checkpointing_recomputes_and_changes_no_gradient(name):
+def test_gradient_checkpointing_recomputes_the_same_gradients(name):
     images = torch.randn(2, 3, 64, 64)
     gradients, num_saved = [], []
     for checkpointing in (False, True):

@@ -50,7 +50,7 @@ def in_eval(model):
         ("*.bias", {"*.bias"}, set()),
     ],
 )
-def test_patterns_choose_parameters_and_whole_modules_stay_in_eval(freeze, names, modules):
+def test_patterns_choose_parameters_and_modules_stay_in_eval(freeze, names, modules):
     model = make_model()
     everything = trainable(model)
     freezing = frozen(model, freeze)
@@ -68,7 +68,7 @@ def test_patterns_choose_parameters_and_whole_modules_stay_in_eval(freeze, names
     assert (trainable(model), in_eval(model)) == (everything, set())
 
 
-def test_frozen_batchnorm_keeps_its_statistics_and_nothing_is_dropped():
+def test_a_frozen_backbone_keeps_statistics_and_drops_nothing():
     model, images = make_model(), torch.randn(8, 4)
     freezing = frozen(model, "backbone")
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -82,7 +82,7 @@ def test_a_coarse_label_alone_trains_the_leaves_below_it():
     assert rise.tolist() == [False, False, False, True, True, True]
 
 
-def test_the_head_is_chosen_by_its_key_and_a_checkpoint_holds_its_weights_alone():
+def test_the_key_chooses_the_head_and_its_leaves_have_weights():
     marginal, independent = build(HEAD="marginal"), build()
     assert isinstance(marginal.heads, MarginalHead)
     assert (marginal.gives_log_probabilities, independent.gives_log_probabilities) == (True, False)

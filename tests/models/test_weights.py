@@ -269,7 +269,7 @@ def test_a_run_and_its_export_bring_their_preprocessing(tmp_path, is_export):
     }
 
 
-def test_a_resumed_run_keeps_its_preprocessing_whatever_the_weights():
+def test_a_resumed_run_keeps_its_preprocessing():
     augment = {"MEAN": [0.1, 0.2, 0.3], "STD": [0.4, 0.5, 0.6], "RESIZE": "squash"}
     node = ModelConfig(NAME="resnet18", WEIGHTS="nowhere.pt")
     for size in (None, 48):
