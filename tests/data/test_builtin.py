@@ -33,10 +33,8 @@ def test_digits():
     assert bundle.taxonomy.num_classes == {"shape": 3, "digit": 10}
     inputs, targets = everything(bundle.train)
     assert inputs.shape == (1438, 1, 32, 32)
-    assert inputs.dtype == torch.uint8
-    assert targets.dtype == torch.int64
-    assert inputs.min() == 0
-    assert inputs.max() == 255
+    assert (inputs.dtype, targets.dtype) == (torch.uint8, torch.int64)
+    assert (inputs.min(), inputs.max()) == (0, 255)
     assert_nests(bundle.taxonomy, targets)
     held_out = torch.bincount(everything(bundle.val)[1][:, 1])
     assert held_out.sum() == 359
@@ -60,7 +58,7 @@ def test_files_of_fashion_mnist_that_cannot_be_used(tmp_path):
     write_fashion_mnist(tmp_path, 20, 10)
     labels, images = tmp_path / "train-labels-idx1-ubyte.gz", tmp_path / "t10k-images-idx3-ubyte.gz"
     whole = images.read_bytes()
-    for content in (whole[:-30], gzip.compress(b"\0\0\x08"), b"text"):
+    for content in (whole[:-30], gzip.compress(b"\0\0\x08")):
         images.write_bytes(content)
         with pytest.raises(DataError, match=images.name):
             build(NAME="fashion_mnist", ROOT=str(tmp_path))
@@ -69,9 +67,7 @@ def test_files_of_fashion_mnist_that_cannot_be_used(tmp_path):
         with pytest.raises(DataError, match=labels.name):
             build(NAME="fashion_mnist", ROOT=str(tmp_path))
     labels.unlink()
-    with pytest.raises(
-        ConfigError, match=r"DATASET.ROOT.*train-labels-idx1-ubyte.gz.*dataset-fashion"
-    ):
+    with pytest.raises(ConfigError, match=rf"DATASET.ROOT.*{labels.name}.*dataset-fashion"):
         build(NAME="fashion_mnist", ROOT=str(tmp_path))
 
 
@@ -91,8 +87,7 @@ def test_synthetic_is_what_was_asked_for():
     assert inputs.shape == (96, 5, 12, 20)
     assert len(bundle.val) == 48
     assert_nests(bundle.taxonomy, targets)
-    assert set(targets[:, 2].tolist()) == set(range(10))
-    assert set(targets[:, 1].tolist()) == set(range(5))
+    assert [len(column.unique()) for column in targets.T] == [2, 5, 10]
     with pytest.raises(IndexError):
         bundle.train[96]
 

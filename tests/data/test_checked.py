@@ -10,7 +10,6 @@ from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.checked import find_damaged
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image import DEFAULT_DECODING
-from linnaeus.data.image_files import ImageFiles
 from linnaeus.runtime.errors import DataError
 from tests.helpers.datasets import write_image
 
@@ -24,17 +23,14 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("cache")
 def test_images_are_checked_once_and_all_damaged_ones_named(run, tmp_path):
     for i in range(20):
-        write_image(tmp_path / "images" / "ab"[i % 2] / f"{i}.jpg", seed=i)
-    bad = [tmp_path / "images" / "a" / f"{i}.jpg" for i in (2, 4)]
+        write_image(tmp_path / f"images/{'ab'[i % 2]}/{i}.jpg", seed=i)
+    bad = [tmp_path / f"images/a/{i}.jpg" for i in (2, 4)]
 
     def known():
         outcome = run("check-data", "data=imagefolder", "DATA.DATASET.ROOT=images")
-        assert outcome.code == any(str(path.name) in outcome.err for path in bad)
-        [(number, num_known)] = re.findall(
-            r"^(\d+) images checked in .* s, (\d+) of them", outcome.out, re.M
-        )
-        assert number == "20"
-        return int(num_known)
+        assert outcome.code == any(path.name in outcome.err for path in bad)
+        found = re.search(r"^20 images checked in .* s, (\d+) of them", outcome.out, re.M)
+        return int(found[1])
 
     assert known() == 0
     for path in bad:
@@ -74,24 +70,22 @@ def test_no_command_prints_warnings_of_pillow(run, tmp_path):
     for i in range(4):
         folder = tmp_path / "images" / "ab"[i % 2]
         write_image(folder / f"{i}.jpg", exif=b"Exif\0\0MM\0*garbage")
-    Image.new("1", (9500, 9500)).save(tmp_path / "images" / "a" / "huge.png")
+    Image.new("1", (9500, 9500)).save(tmp_path / "images/a/huge.png")
     words = ("data=imagefolder", "DATA.DATASET.ROOT=images", "DATA.DATASET.CHANNELS=1")
     outcome = run("check-data", *words)
     assert (outcome.code, outcome.err) == (0, "")
     outcome = run("check-data", *words, "DATA.MAX_PIXELS=90000000")
     assert outcome.code == 1
-    assert "huge.png" in outcome.err
-    assert "DATA.MAX_PIXELS 90000000" in outcome.err
+    assert re.search("(?s)huge.png.*DATA.MAX_PIXELS 90000000", outcome.err)
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("channels", [1, 3, 5])
+@pytest.mark.parametrize("channels", [3, 5])
 def test_check_and_skip_judge_as_training_does(run, tmp_path, channels):
     for i in range(8):
-        write_image(tmp_path / "images" / "ab"[i % 2] / f"{i}.png", mode="RGBA" if i else "LA")
-        np.save(tmp_path / "images" / "ab"[i % 2] / f"{i}.npy", np.zeros((5, 9, 9), np.uint8))
-    words = [f"DATA.DATASET.{key}" for key in ("NAME=imagefolder", "ROOT=images")]
-    words.append(f"DATA.DATASET.CHANNELS={channels}")
+        write_image(tmp_path / f"images/{'ab'[i % 2]}/{i}.png", mode="RGBA" if i else "LA")
+        np.save(tmp_path / f"images/{'ab'[i % 2]}/{i}.npy", np.zeros((5, 9, 9), np.uint8))
+    words = ("data=imagefolder", "DATA.DATASET.ROOT=images", f"DATA.DATASET.CHANNELS={channels}")
     outcome = run("check-data", *words)
     assert outcome.code == 1
     node = DatasetConfig(NAME="imagefolder", ROOT="images", CHANNELS=channels)
@@ -100,7 +94,6 @@ def test_check_and_skip_judge_as_training_does(run, tmp_path, channels):
         for choice in ("raise", "skip")
     )
     for split in (whole.train, whole.val):
-        assert isinstance(split, ImageFiles)
         for position, file in enumerate(split.files):
             is_bad = (Path(file).suffix == ".npy") != (channels == 5)
             assert (file.removeprefix(str(tmp_path)) in outcome.err) == is_bad

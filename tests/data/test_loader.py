@@ -4,28 +4,25 @@ import re
 import signal
 import threading
 from dataclasses import replace
+from functools import partial
 from itertools import islice, repeat
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, collate_pairs, dataset_length
 from linnaeus.data.datasets import build_data
-from linnaeus.data.loader import (
-    build_loaders,
-    with_num_workers,
-)
+from linnaeus.data.loader import build_loaders, with_num_workers
 from linnaeus.data.sampler import EpochSampler
 from linnaeus.data.user_dataset import UserDataset
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import DataError
 from linnaeus.runtime.rng import derive_seed, seed_generators
 from tests.helpers import forks
+from tests.helpers.layouts import build
 from tests.helpers.runs import wait_until
 from tests.helpers.small_runs import PLAIN
 
@@ -36,22 +33,9 @@ AUGMENT = AugmentConfig(
 )
 
 
-class Draws(Dataset[Any]):
-    """Each sample shows what the three global generators give, and its own index."""
+class Calls:
+    """Each sample is what a function gives for its index, and the index."""
 
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return torch.tensor(
-            [random.random(), np.random.rand(), torch.rand(()).item(), index]
-        ), index
-
-
-class Calls(Dataset[Any]):
     def __init__(self, length, function):
         self.length = length
         self.function = function
@@ -61,6 +45,18 @@ class Calls(Dataset[Any]):
 
     def __getitem__(self, index):
         return self.function(index), index
+
+
+def draw():
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def drawn(index):
+    """What the three global generators give, and the index."""
+    return torch.tensor([*draw(), index])
+
+
+draws = partial(Calls, function=drawn)
 
 
 def noisy_collate(samples):
@@ -77,14 +73,7 @@ def whole_batches(size, samples_per_rank):
     return lambda epoch, skip: repeat(size, (samples_per_rank - skip) // size)
 
 
-def loaders(
-    bundle,
-    workers=0,
-    size=4,
-    rank=0,
-    world=1,
-    seed=0,
-):
+def loaders(bundle, workers=0, size=4, rank=0, world=1, seed=0):
     return build_loaders(
         bundle,
         DataConfig(NUM_WORKERS=workers),
@@ -97,61 +86,36 @@ def loaders(
 
 @pytest.mark.parametrize(
     ("asked", "cores", "processes", "expected"),
-    [
-        (None, 64, 1, 8),
-        (None, 8, 3, 2),
-        (None, 2, 4, 0),
-        (16, 2, 1, 16),
-    ],
+    [(None, 64, 1, 8), (None, 8, 3, 2), (16, 2, 1, 16)],
 )
 def test_without_a_number_there_is_a_worker_for_each_core(
-    nested,
-    monkeypatch,
-    asked,
-    cores,
-    processes,
-    expected,
+    nested, monkeypatch, asked, cores, processes, expected
 ):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
-    files = build_data(DataConfig(DATASET=node, IMG_SIZE=16), seed=0)
     config, world = DataConfig(NUM_WORKERS=asked), World(CPU, 0, 1, processes)
-    own = bundle_of(UserDataset(Draws(16), "my.Draws", None, raw=False))
-    for data in (files, own):
+    own = bundle_of(UserDataset(draws(16), "my.Draws", None, raw=False))
+    for data in (build(nested), own):
         assert with_num_workers(config, data, world) == replace(config, NUM_WORKERS=expected)
-    in_memory = with_num_workers(config, bundle_of(Draws(1 << 20)), world)
+    in_memory = with_num_workers(config, bundle_of(draws(1 << 20)), world)
     assert (asked or 0) == in_memory.NUM_WORKERS
-
-
-class Locked(Draws):
-    """Holds what a fork would copy in a state of its own."""
-
-    def __init__(self, length):
-        super().__init__(length)
-        self.lock = threading.Lock()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_dataset_that_processes_cannot_share_loads_alone(rank, monkeypatch, caplog):
     caplog.set_level("INFO", logger="linnaeus.data")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
-    data = bundle_of(UserDataset(Locked(16), "my.Data", None, raw=False))
+    locked = Calls(16, threading.Lock())  # it holds what a fork would copy in a state of its own
+    data = bundle_of(UserDataset(locked, "my.Data", None, raw=False))
     found = with_num_workers(DataConfig(NUM_WORKERS=None), data, World(CPU, rank, 2))
     assert found.NUM_WORKERS == 0
     assert ("my.Data" in caplog.text) == (rank == 0)
 
 
 @pytest.mark.parametrize(("workers", "rank", "lines"), [(3, 0, 1), (3, 1, 0), (2, 0, 0)])
-def test_more_workers_than_cores_are_told_once(
-    monkeypatch,
-    caplog,
-    workers,
-    rank,
-    lines,
-):
+def test_more_workers_than_cores_are_told_once(monkeypatch, caplog, workers, rank, lines):
     """torch's own warnings would be errors here."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    with loaders(bundle_of(Draws(8)), workers, rank=rank, world=2):
+    with loaders(bundle_of(draws(8)), workers, rank=rank, world=2):
         assert sum("DATA.NUM_WORKERS" in line for line in caplog.messages) == lines
 
 
@@ -171,14 +135,14 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_batches_depend_neither_on_workers_nor_on_where_an_epoch_was_left_or_is_resumed(
-    workers,
-):
-    bundle = bundle_of(Draws(23), Draws(11), noisy_collate)
+def test_batches_depend_neither_on_workers_nor_on_a_resume(workers):
+    """The global generators stay as they are."""
+    bundle = bundle_of(draws(23), draws(11), noisy_collate)
     expected = epochs(loaders(bundle))
     assert len(expected) == 2 * (23 // 4 + 3)
     values = torch.cat(expected)[:, :3]
     assert len(set(values.flatten().tolist())) > 0.9 * values[: values.shape[0] // 2].numel()
+    seed_generators(1)
     with loaders(bundle, workers) as made:
         made.train.set_epoch(7)
         for _ in made.train:
@@ -186,6 +150,9 @@ def test_batches_depend_neither_on_workers_nor_on_where_an_epoch_was_left_or_is_
         assert_same(epochs(made), expected)
         made.train.set_epoch(1, skip=2 * 4)
         assert_same([batch.inputs for batch in made.train], expected[8 + 2 : 8 + 5])
+    untouched = draw()
+    seed_generators(1)
+    assert draw() == untouched
 
 
 def one_of_torch():
@@ -247,7 +214,7 @@ def test_batches_of_files_are_their_pixels_collated(nested, workers):
 
 
 def test_epochs_and_seeds_differ_and_validation_does_not():
-    bundle = bundle_of(Draws(12), Draws(6))
+    bundle = bundle_of(draws(12), draws(6))
     first = loaders(bundle)
     train = [torch.cat(epochs(first, (epoch,))[:3]) for epoch in (0, 1)]
     train.append(torch.cat(epochs(loaders(bundle, seed=1), (0,))[:3]))
@@ -259,8 +226,8 @@ def test_epochs_and_seeds_differ_and_validation_does_not():
     assert_same(epochs(first, (0,))[3:], epochs(first, (1,))[3:])
 
 
-def test_a_sample_is_seeded_the_same_in_every_batch_size_and_on_every_rank():
-    bundle = bundle_of(Draws(24))
+def test_a_sample_has_one_seed_in_any_batch_on_any_rank():
+    bundle = bundle_of(draws(24))
     by_index = {}
     for size, world in [(4, 1), (6, 1), (3, 2)]:
         for rank in range(world):
@@ -310,7 +277,8 @@ def describe_worker(index):
     return torch.tensor([torch.get_num_threads(), ignores, os.getpid()])
 
 
-def test_workers_stay_between_epochs_use_one_thread_leave_ctrl_c_alone_and_end_when_closed():
+def test_workers_stay_between_epochs_and_end_when_closed():
+    """They use one thread, and leave Ctrl-C to the main process."""
     with loaders(bundle_of(Calls(16, describe_worker)), 2) as made:
         seen = [
             {tuple(row) for inputs in epochs(made, (epoch,))[:4] for row in inputs.tolist()}
@@ -338,15 +306,8 @@ def is_alive(pid):
 def test_interrupted_processes_end_quietly(tmp_path):
     """What a user sees on the terminal."""
     log = tmp_path / "log.txt"
-    argv = [
-        "-W",
-        "error",
-        "-m",
-        "linnaeus.main",
-        *PLAIN,
-        "DATA.NUM_WORKERS=2",
-        "TRAIN.EPOCHS=100000",
-    ]
+    argv = ["-W", "error", "-m", "linnaeus.main", *PLAIN]
+    argv += ["DATA.NUM_WORKERS=2", "TRAIN.EPOCHS=100000"]
     with log.open("w") as file:
         process = forks.start(
             argv,
@@ -363,35 +324,13 @@ def test_interrupted_processes_end_quietly(tmp_path):
     assert not re.search("Traceback|Exception|Error|Warning", log.read_text())
 
 
-def draw():
-    return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-def test_loading_leaves_the_global_generators_alone(workers):
-    def seed():
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-
-    seed()
-    expected = [draw() for _ in range(12)]
-    seed()
-    got = [draw()]
-    with loaders(bundle_of(Draws(12), Draws(6), noisy_collate), workers) as made:
-        for epoch in range(2):
-            made.train.set_epoch(epoch)
-            got += [draw() for _ in made.train]
-            got += [draw() for _ in made.val]
-    assert got == expected[: len(got)]
-    assert len(got) == 11
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("workers", "pin"), [(0, True), (2, True), (2, False)])
 def test_batches_are_on_the_gpu_one_ahead(workers, pin):
     config = DataConfig(NUM_WORKERS=workers, PIN_MEMORY=pin)
     with build_loaders(
-        bundle_of(Draws(8)),
+        bundle_of(draws(8)),
         config,
         World(torch.device("cuda")),
         sizes=whole_batches(4, 8),

@@ -1,10 +1,7 @@
 """What is measured over the training files: the range of values, and mean and deviation of other channels."""
 
-from __future__ import annotations
-
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +10,14 @@ import torch
 from PIL import Image
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
-from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_ranges
+from linnaeus.data.checked import MOST_IMAGES, measure_ranges
 from linnaeus.data.datasets import build_data
-from linnaeus.data.image import DEFAULT_DECODING
-from linnaeus.data.image_files import ImageFiles
+from linnaeus.data.image import DEFAULT_DECODING, Decoding
 from linnaeus.inference.evaluation_data import EvaluationRequest, build_evaluation_data
 from linnaeus.inference.images import Reader
 from linnaeus.inference.trained import load_run
 from linnaeus.models.model_spec import ModelSpec
-from linnaeus.runtime.errors import ConfigError, DataError
+from linnaeus.runtime.errors import DataError
 from tests.helpers.datasets import write_image
 
 
@@ -32,13 +28,12 @@ def build(root, channels=1, reads_images=True, **keys):
     return build_data(config, seed=0, reads_images=reads_images)
 
 
+def decoding_of(bundle):
+    return bundle.preprocessing.decoding
+
+
 def depth(bundle):
     return decoding_of(bundle).bit_depth
-
-
-def decoding_of(bundle):
-    assert bundle.preprocessing is not None
-    return bundle.preprocessing.decoding
 
 
 def range_lines(bundle):
@@ -59,81 +54,49 @@ def grey16(root, peaks):
     return root
 
 
-@pytest.mark.parametrize("ending", ["tif", "png"])
-def test_one_file_decides_on_the_significant_bits(tmp_path, ending):
-    names = [f"train/{'ab'[i % 2]}/{i}.{ending}" for i in range(40)]
-    vals = {f"val/{name}/0.{ending}": 900 for name in "ab"}
-    root = grey16(tmp_path, {**dict.fromkeys(names, 900), names[17]: 4095, **vals})
+def test_one_file_decides_on_the_significant_bits(tmp_path):
+    names = [f"train/{'ab'[i % 2]}/{i}.png" for i in range(40)]
+    peaks = dict.fromkeys([*names, "val/a/0.png", "val/b/0.png"], 900)
+    root = grey16(tmp_path, peaks | {names[17]: 4095})
     write_image(root / "train/a/photo.jpg")
     bundle = build(root)
     assert depth(bundle) == 12
     [line] = range_lines(bundle)
     assert {"40", "4095"} <= {*re.findall(r"\d+", line)}
     images = bundle.train
-    position = next(i for i, file in enumerate(images.files) if file.endswith(f"/17.{ending}"))
+    position = next(i for i, file in enumerate(images.files) if file.endswith("/17.png"))
     assert int(images[position][0].max()) == 255
     assert depth(build(root, BIT_DEPTH=14)) == 14
     grey16(root, {names[3]: 65535})
-    bundle = build(root)
-    assert depth(bundle) == 16
-    assert "65535" in range_lines(bundle)[0]
-
-
-def bits_in(files):
-    return measure_ranges({"train": files}, 1, DEFAULT_DECODING)[0].bit_depth
+    assert depth(build(root)) == 16
 
 
 def test_of_many_files_an_even_part_is_measured(tmp_path):
     root = grey16(tmp_path, {"12.tif": 4095, "16.tif": 65535})
     twelve, sixteen = (str(root / f"{bits}.tif") for bits in (12, 16))
-    for repeats in (1, 2):
-        alternating = [twelve, sixteen] * (MOST_IMAGES // 2 * repeats)
-        assert bits_in(alternating) == (16 if repeats == 1 else 12)
-    (root / "12.tif").write_text("damaged")
-    assert bits_in([twelve, sixteen]) == 16
-    assert bits_in([twelve]) is bits_in([]) is None
+    for repeats, bits in ((1, 16), (2, 12)):
+        files = [twelve, sixteen] * (MOST_IMAGES // 2 * repeats)
+        found, _ = measure_ranges({"train": files}, 1, DEFAULT_DECODING)
+        assert found.bit_depth == bits
 
 
 def test_files_of_8_bits_and_damaged_ones_are_not_measured(tmp_path):
     for i in range(8):
         write_image(tmp_path / "ab"[i % 2] / f"{i}.png")
-    (tmp_path / "a" / "bad.png").write_text("no image")
+    (tmp_path / "a/bad.png").write_text("no image")
     assert depth(build(tmp_path, ON_BAD_IMAGE="skip")) is None
 
 
-@pytest.mark.parametrize(("channels", "bits"), [(1, 12), (5, None)])
-def test_data_is_built_without_reading_files(tmp_path, channels, bits):
-    if channels == 1:
-        grey16(tmp_path, {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
-    else:
-        bands(tmp_path)
-    unread = build(tmp_path, channels, reads_images=False).preprocessing
-    read = build(tmp_path, channels).preprocessing
-    assert unread is not None
-    assert read is not None
-    assert unread.decoding.bit_depth is None
-    assert (read.decoding.bit_depth, read.mean) == (bits, (0.5,) * channels)
+def test_data_is_built_without_reading_files(tmp_path):
+    grey16(tmp_path, {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
+    assert depth(build(tmp_path, reads_images=False)) is None
+    assert depth(build(tmp_path)) == 12
 
 
-def test_the_check_reads_values_as_the_run_does(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    root = grey16(tmp_path / "images", {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
-    words = ("data=imagefolder", "DATA.DATASET.ROOT=images", "DATA.DATASET.CHANNELS=1")
-    assert run("check-data", *words, "DATA.DECODE=exact").code == 0
-    bundle = build(root, DECODE="exact")
-    assert bundle.preprocessing is not None
-    images = bundle.train
-    for decoding, num_known in (
-        (bundle.preprocessing.decoding, len(images)),
-        (replace(bundle.preprocessing.decoding, bit_depth=16), 0),
-    ):
-        assert find_damaged(images.files, 1, decoding) == ({}, num_known)
-
-
-def arrays(root, make, split="", number=8):
+def arrays(root, make, number=8):
     """Array files of two classes; `make` gives the values of one from a random generator."""
     for i in range(number):
-        path = root / split / "ab"[i % 2] / f"{i}.npy"
+        path = root / "ab"[i % 2] / f"{i}.npy"
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, make(np.random.default_rng(i)))
     return root
@@ -147,12 +110,8 @@ def integers(low, high, dtype):
     ("make", "white"),
     [
         (integers(0, 256, np.int64), 255),
-        (integers(0, 256, np.int32), 255),
-        (integers(0, 4096, np.int16), 4095),
         (integers(0, 100_000, np.int32), 2**17 - 1),
         (lambda generator: generator.random((40, 40)), 1),
-        (lambda generator: generator.random((40, 40), np.float32) * 255, 255),
-        (integers(0, 4096, np.float32), 4095),
         (integers(0, 4096, np.float16), 4095),
     ],
 )
@@ -163,29 +122,21 @@ def test_one_range_is_measured_for_all_files(tmp_path, make, white):
     assert {str(white), "8"} <= {*re.findall(r"\d+", line)}
     images = bundle.train
     pixels = torch.stack([images[i][0] for i in range(len(images))])
-    assert pixels.float().mean().item() == pytest.approx(
-        127.5 * (100_000 / white if white > 2**16 else 1), rel=0.1
-    )
+    expected = 127.5 * (100_000 / white if white > 2**16 else 1)
+    assert pixels.float().mean().item() == pytest.approx(expected, rel=0.1)
     hot = np.load(images.files[0])
-    hot[0, 0] *= 0
-    hot[0, 0] += 30_000
-    np.save(images.files[0], hot)
-    assert decoding_of(build(root)) == decoding_of(bundle)
-    hot[:20] = hot[0, 0]  # a negative control: more than some pixels
-    np.save(images.files[0], hot)
-    if white < 30_000:
-        assert decoding_of(build(root)) != decoding_of(bundle)
+    for row, is_same in ((slice(1), True), (slice(20), white > 30_000)):  # few pixels, and more
+        hot[row, : row.stop] = 30_000
+        np.save(images.files[0], hot)
+        assert (decoding_of(build(root)) == decoding_of(bundle)) == is_same
 
 
 @pytest.mark.parametrize(
     ("make", "ends"),
     [
         (integers(-1000, 3000, np.int16), ("-", "29")),
-        (lambda generator: generator.normal(size=(40, 40)), ("-", "2.")),
-        (lambda generator: generator.random((40, 40)) * -20 - 5, ("-24", "-5.")),
         (lambda generator: generator.random((40, 40)) * 1.5, ("0.", "1.4")),
         (integers(0, 2, np.int64), ("0", "1")),
-        (integers(30_000, 30_100, np.uint16), ("300", "300")),
         (lambda generator: generator.random((40, 40)) * 1e38, ("", "e+37")),
     ],
 )
@@ -195,13 +146,13 @@ def test_values_of_no_range_end_training_and_check(run, tmp_path, make, ends):
         build(root)
     outcome = run("check-data", "data=imagefolder", f"DATA.DATASET.ROOT={root}")
     assert outcome.code == 1
-    for message in (str(caught.value), outcome.err):
-        assert re.match(rf"{re.escape(str(root))}/[ab]/\d\.npy: ", message)
-        low, high = re.search(r"values, (\S+) to (\S+),", message).groups()
+    for message in (str(caught.value), outcome.err.strip()):
+        found = re.fullmatch(
+            rf"{re.escape(str(root))}/[ab]/\d\.npy: .*values, (\S+) to (\S+),.*", message
+        )
+        low, high = found.groups()
         assert low.startswith(ends[0])
         assert ends[1] in high
-        assert "0..255" in message
-        assert len(message.splitlines()) == 1
 
 
 def test_some_negative_pixels_and_rounding_are_no_error(tmp_path):
@@ -213,22 +164,20 @@ def test_some_negative_pixels_and_rounding_are_no_error(tmp_path):
 
     bundle = build(arrays(tmp_path, make))
     assert decoding_of(bundle).float_bits == 1
-    images = bundle.train
-    assert images[0][0].float().mean().item() == pytest.approx(127.5, rel=0.1)
+    assert bundle.train[0][0].float().mean().item() == pytest.approx(127.5, rel=0.1)
 
 
 def test_a_split_above_the_range_is_noted_and_clipped(tmp_path):
-    arrays(tmp_path, integers(0, 4096, np.uint16), "train")
-    arrays(tmp_path, integers(0, 4096, np.uint16), "val")
+    for split in ("train", "val"):
+        arrays(tmp_path / split, integers(0, 4096, np.uint16))
     assert clipped_lines(build(tmp_path)) == []
-    arrays(tmp_path, integers(0, 60_000, np.uint16), "val")
+    arrays(tmp_path / "val", integers(0, 60_000, np.uint16))
     bundle = build(tmp_path)
     assert depth(bundle) == 12
     [line] = clipped_lines(bundle)
     assert line.startswith("val")
     assert str(tmp_path / "val") in line
-    images = bundle.val
-    assert int(images[0][0].max()) == 255
+    assert int(bundle.val[0][0].max()) == 255
     assert [line[:5] for line in clipped_lines(build(tmp_path, BIT_DEPTH=10))] == ["train", "val: "]
 
 
@@ -243,71 +192,21 @@ def test_the_bit_depth_sets_the_range_of_integers_alone(tmp_path):
     assert (found.bit_depth, found.float_bits) == (12, 1)
 
 
-def test_integers_and_floats_have_ranges_apart(tmp_path):
-    arrays(tmp_path, lambda generator: generator.random((40, 40)))
-    arrays(tmp_path, integers(0, 4096, np.uint16), number=4)
-    bundle = build(tmp_path)
-    assert (depth(bundle), decoding_of(bundle).float_bits) == (12, 1)
-    assert len(range_lines(bundle)) == 2
-
-
-def bands(root, number=12, channels=5):
-    """Array files of two classes, uint8 [channels, 20, 24]; gives the arrays."""
-    generator = np.random.default_rng(0)
-    scale = np.arange(1, channels + 1)[:, None, None] / channels
-    arrays = []
-    for i in range(number):
-        noise = generator.integers(0, 256, (channels, 20, 24))
-        arrays.append((noise * scale).astype(np.uint8))
-        path = root / "ab"[i % 2] / f"{i}.npy"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(path, arrays[-1])
-    return arrays
-
-
-@pytest.mark.parametrize("keys", [{"POLICY": "randaugment"}, {"COLOR_JITTER": 0.2}])
-def test_augmentation_of_colors_needs_colors(tmp_path, keys):
-    bands(tmp_path)
-    with pytest.raises(ConfigError, match=rf"DATA\.AUGMENT\.{next(iter(keys))}"):
-        build(tmp_path, 5, AUGMENT=AugmentConfig(**keys))
-
-
-def test_a_file_with_other_channels_is_named(tmp_path):
-    bands(tmp_path)
-    odd = tmp_path / "a" / "odd.npy"
-    np.save(odd, np.zeros((4, 20, 24), np.uint8))
-    bundle = build(tmp_path, 5)
-    files = [*bundle.train.files, *bundle.val.files]
-    items = [(split, i) for split in (bundle.train, bundle.val) for i in range(len(split))]
-    split, position = items[files.index(str(odd))]
-    with pytest.raises(DataError, match=r"DATA\.DATASET\.CHANNELS 5") as caught:
-        split[position]
-    assert str(odd) in str(caught.value)
-    assert "[4, 20, 24]" in str(caught.value)
-
-
 @pytest.mark.e2e
 def test_five_channels_train_validate_and_predict(run, tmp_path):
-    bands(tmp_path / "bands")
-    outcome = run(
-        "train",
-        "DATA.DATASET.NAME=imagefolder",
-        "DATA.DATASET.ROOT=bands",
-        "DATA.DATASET.CHANNELS=5",
-        "DATA.IMG_SIZE=32",
-        "DATA.BATCH_SIZE=4",
-        "MODEL.NAME=test_resnet",
-        "TRAIN.EPOCHS=1",
-        "EXPERIMENT.NAME=bands",
-        "EXPERIMENT.DEVICE=cpu",
+    arrays(tmp_path / "bands", lambda generator: generator.integers(0, 256, (5, 20, 24), np.uint8))
+    train = (
+        *("train", "data=imagefolder", "DATA.DATASET.ROOT=bands", "DATA.DATASET.CHANNELS=5"),
+        *("DATA.IMG_SIZE=32", "DATA.BATCH_SIZE=4", "MODEL.NAME=test_resnet", "TRAIN.EPOCHS=1"),
+        *("EXPERIMENT.NAME=bands", "EXPERIMENT.DEVICE=cpu"),
     )
-    assert outcome.code == 0, outcome.err
+    predict = ("predict", "runs/bands", "bands", "--output", "found.csv")
+    for command in (train, predict, ("evaluate", "runs/bands")):
+        outcome = run(*command)
+        assert outcome.code == 0, outcome.err
     spec = json.loads((tmp_path / "runs/bands/model.json").read_text())
     assert len(spec["preprocessing"]["mean"]) == spec["preprocessing"]["channels"] == 5
-    outcome = run("predict", "runs/bands", "bands", "--output", "found.csv")
-    assert outcome.code == 0, outcome.err
-    assert len((tmp_path / "found.csv").read_text().splitlines()) == 13
-    assert run("evaluate", "runs/bands").code == 0
+    assert len((tmp_path / "found.csv").read_text().splitlines()) == 9
     trained = load_run(tmp_path / "runs/bands", device="cpu")
     array = np.load(tmp_path / "bands/a/0.npy")
     inputs = [trained.transform(each) for each in (array, torch.from_numpy(array))]
@@ -315,75 +214,50 @@ def test_five_channels_train_validate_and_predict(run, tmp_path):
     assert torch.equal(inputs[0], inputs[1])
 
 
-def photo(path, size, seed=0):
+def photo(path, seed=0):
     path.parent.mkdir(parents=True, exist_ok=True)
-    noise = np.random.default_rng(seed).integers(
-        0, 256, (size[1] // 20, size[0] // 20, 3), np.uint8
-    )
-    Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).save(path)
-    return path
+    noise = np.random.default_rng(seed).integers(0, 256, (15, 20, 3), np.uint8)
+    Image.fromarray(noise).resize((400, 300), Image.Resampling.BICUBIC).save(path)
 
 
-def as_written(spec):
-    """The spec as a file keeps it."""
-    return ModelSpec.from_dict(json.loads(json.dumps(spec.as_dict())), Path("last.pt"))
+def spec_of(bundle):
+    return ModelSpec({}, bundle.index, bundle.in_chans, (16, 16), bundle.preprocessing)
+
+
+def loaded(content):
+    """The spec of a file that holds this."""
+    return ModelSpec.from_dict(json.loads(json.dumps(content)), Path("last.pt"))
 
 
 def test_the_range_is_saved_and_older_decodings_load(tmp_path):
     arrays(tmp_path, integers(0, 4096, np.float32))
     bundle = build(tmp_path)
-    content = ModelSpec({}, bundle.index, 1, (16, 16), bundle.preprocessing).as_dict()
-    saved = ModelSpec.from_dict(json.loads(json.dumps(content)), Path("last.pt"))
+    content = spec_of(bundle).as_dict()
+    saved = loaded(content)
     assert saved.preprocessing == bundle.preprocessing
     dark = tmp_path / "dark.npy"
     np.save(dark, np.full((16, 16), 255, np.float32))
     assert Reader(saved)(dark).max() < -0.8
-    decoding = content["preprocessing"]["decoding"]
-    content["preprocessing"]["decoding"] = {**decoding, "bit_depth": 16}
     del content["preprocessing"]["decoding"]["float_bits"]
-    older = ModelSpec.from_dict(json.loads(json.dumps(content)), Path("last.pt"))
-    assert older.preprocessing is not None
-    assert older.preprocessing.decoding.bit_depth == 16
-    assert Reader(older)(dark).min() == 1
-
-
-def spec_of(bundle):
-    return ModelSpec({}, bundle.index, 3, (16, 16), bundle.preprocessing)
+    assert Reader(loaded(content))(dark).min() == 1
+    del content["preprocessing"]["decoding"]
+    assert loaded(content).preprocessing.decoding == Decoding(background=None)
 
 
 @pytest.mark.parametrize("decode", ["fast", "exact"])
 def test_all_commands_read_a_large_photo_alike(tmp_path, decode):
     for name in ("train/a/0", "train/b/1", "val/a/2", "val/b/3"):
-        photo(tmp_path / f"{name}.jpg", (400, 300), seed=ord(name[-1]))
+        photo(tmp_path / f"{name}.jpg", seed=ord(name[-1]))
     clear = Image.new("RGBA", (40, 30), (200, 0, 0, 90))
     clear.save(tmp_path / "val/a/4.png")
     grey16(tmp_path, {"train/a/5.png": 4000, "val/b/6.png": 4000})
     bundle = build(tmp_path, 3, DECODE=decode, BACKGROUND=[10, 250, 90])
-    spec = as_written(spec_of(bundle))
-    assert spec.preprocessing == bundle.preprocessing
-    assert spec.preprocessing is not None
+    spec = loaded(spec_of(bundle).as_dict())
     assert spec.preprocessing.decoding.bit_depth == 12
     node = DatasetConfig(NAME="imagefolder", ROOT=str(tmp_path))
     request = EvaluationRequest(DataConfig(DATASET=node), spec.index, spec.preprocessing, 0, True)
     evaluated, read = build_evaluation_data(request).bundle.val, Reader(spec)
-    assert isinstance(bundle.val, ImageFiles)
     for position, file in enumerate(bundle.val.files):
         pixels = bundle.val[position][0]
         assert torch.equal(pixels, evaluated[position][0])
         assert torch.equal(spec.preprocessing.normalise()(pixels), read(file))
-
-
-def test_a_run_that_recorded_no_decoding_reads_as_before(tmp_path):
-    for name in ("train/a/0", "train/b/1", "val/a/2", "val/b/3"):
-        photo(tmp_path / f"{name}.jpg", (400, 300))
-    content = spec_of(build(tmp_path, 3)).as_dict()
-    del content["preprocessing"]["decoding"]
-    Image.new("RGBA", (16, 16), (0, 0, 0, 0)).save(tmp_path / "clear.png")
-    older, newer = ModelSpec.from_dict(content, Path("last.pt")), spec_of(build(tmp_path, 3))
-    exact = spec_of(build(tmp_path, 3, DECODE="exact"))
-    found = [Reader(spec)(tmp_path / "clear.png").unique().tolist() for spec in (older, newer)]
-    assert found == [[-1.0], [1.0]]
-    photos = [Reader(spec)(tmp_path / "val/a/2.jpg") for spec in (older, exact, newer)]
-    assert torch.equal(photos[0], photos[1])
-    assert not torch.equal(photos[0], photos[2])
-    assert (photos[0] - photos[2]).abs().mean() < 0.05

@@ -81,16 +81,10 @@ def kinds(**augment):
 
 
 def test_probability_and_switch_decide_what_a_batch_gets():
-    assert kinds(MIXUP=1.0) == {"mixup": 400}
     assert kinds(CUTMIX=1.0, MIX_SWITCH=0.0) == {"cutmix": 400}
-    both = kinds(MIXUP=1.0, CUTMIX=1.0)
-    assert both["mixup"] == pytest.approx(200, abs=50)
-    assert both["none"] == 0
     some = kinds(MIXUP=1.0, CUTMIX=1.0, MIX_PROB=0.5, MIX_SWITCH=0.2)
     assert some["none"] == pytest.approx(200, abs=50)
     assert some["cutmix"] == pytest.approx(40, abs=25)
-    assert kinds(MIXUP=1.0, CUTMIX=1.0, MIX_SWITCH=0.0)["cutmix"] == 0
-    assert kinds(MIXUP=1.0, MIX_PROB=0.0) == {"none": 400}
 
 
 def test_the_rectangle_has_sides_between_the_bounds():
@@ -128,7 +122,7 @@ def test_erasing_depends_on_the_choices_alone(mode):
         )
 
 
-def loaders(workers=0, size=4, epochs=2, sampler="shuffle", **mix):
+def loaders(workers=0, **mix):
     node = DatasetConfig(NAME="synthetic", NUM_SAMPLES=13, NUM_SAMPLES_VAL=6, NUM_CLASSES=COUNTS)
     augment = AugmentConfig(**({"MIXUP": 0.4, "CUTMIX": 1.0, "ERASING": 0.5} | mix))
     config = DataConfig(DATASET=node, IMG_SIZE=8, AUGMENT=augment, NUM_WORKERS=workers)
@@ -137,10 +131,10 @@ def loaders(workers=0, size=4, epochs=2, sampler="shuffle", **mix):
         data,
         config,
         World(CPU),
-        sizes=lambda epoch, skip: iter([size] * ((12 - skip) // size)),
+        sizes=lambda epoch, skip: iter([4] * ((12 - skip) // 4)),
         batch_size_val=4,
         seed=5,
-        mixed_epochs=mixed_epochs(augment, epochs),
+        mixed_epochs=mixed_epochs(augment, 2),
     )
 
 
@@ -159,7 +153,7 @@ OWN = [{"_target_": "tests.data.test_transforms.Albumentation"}]
 
 
 @pytest.mark.parametrize("augment", [{}, {"REPEATS": 3, "TRAIN": OWN}])
-def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_is_resumed(augment):
+def test_batches_do_not_depend_on_workers_or_on_a_resume(augment):
     with loaders(**augment) as made, loaders(workers=2, **augment) as parallel:
         whole = batches(made)
         for one, other in zip(whole, batches(parallel), strict=True):

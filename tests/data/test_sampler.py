@@ -88,7 +88,7 @@ def test_balanced_epochs_have_each_class_equally_often():
     assert plain[0, 0] == 90
 
 
-def test_square_root_epochs_have_classes_by_the_root_of_their_samples():
+def test_square_root_epochs_have_classes_by_the_root_of_samples():
     sizes = {(0, 0): 90, (0, 1): 7, (1, 2): 2, (1, -1): 3}
     total = sum(size**0.5 for size in sizes.values())
     for epoch in range(3):
@@ -129,14 +129,13 @@ def test_epochs_by_class_are_split_and_resumed_as_others(world, skip, epoch, pow
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=200), st.floats(0.01, 0.99))
-def test_split_is_a_partition_near_the_fraction_with_every_class_in_training(strata, fraction):
+def test_a_split_has_its_fraction_and_all_classes_in_training(strata, fraction):
     train, val = stratified_split(
         encoded(f"{i}.jpg" for i in range(len(strata))), np.array(strata), fraction
     )
     train, val = train.tolist(), val.tolist()
     assert sorted(train + val) == list(range(len(strata)))
-    assert train == sorted(train)
-    assert val == sorted(val)
+    assert [train, val] == [sorted(train), sorted(val)]
     assert {strata[i] for i in train} == set(strata)
     assert len(val) <= fraction * len(strata) + 0.5
     counts, held_out = Counter(strata), Counter(strata[i] for i in val)
@@ -146,9 +145,8 @@ def test_split_is_a_partition_near_the_fraction_with_every_class_in_training(str
 
 
 def test_split_is_the_same_for_ever_and_in_any_order():
-    keys, strata = [f"{i}.jpg" for i in range(40)], [i % 2 for i in range(40)]
-    keys = encoded(keys)
-    _, val = stratified_split(keys, np.array(strata), 0.2)
+    keys, strata = encoded(f"{i}.jpg" for i in range(40)), np.arange(40) % 2
+    _, val = stratified_split(keys, strata, 0.2)
     assert val.tolist() == [0, 1, 11, 12, 15, 25, 30, 38]
-    _, backwards = stratified_split(keys[::-1], np.array(strata[::-1]), 0.2)
+    _, backwards = stratified_split(keys[::-1], strata[::-1], 0.2)
     assert sorted(39 - position for position in backwards) == val.tolist()

@@ -25,13 +25,6 @@ def test_an_unknown_parent_takes_the_only_class_of_that_name():
     assert index.encode((None, None)) == (UNKNOWN, UNKNOWN)
 
 
-@pytest.mark.parametrize("lineage", [("Felis", "lupus"), ("Ursus", "catus"), (None, "arctos")])
-def test_a_class_that_training_lacks_is_an_error(lineage):
-    index = index_labels(["genus", "species"], [("Felis", "catus"), ("Canis", "lupus")])
-    with pytest.raises(UnknownClassError):
-        index.encode(lineage)
-
-
 @given(st.lists(st.tuples(NAMES, NAMES, NAMES), min_size=1))
 def test_labels_and_parents_agree(lineages):
     index = index_labels(["r1", "r2", "r3"], lineages)

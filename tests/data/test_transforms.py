@@ -9,7 +9,7 @@ import timm
 import torch
 from packaging.version import Version
 from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN, create_transform, resolve_data_config
+from timm.data import create_transform, resolve_data_config
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
@@ -18,13 +18,7 @@ from torchvision.transforms.v2 import functional
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig, ModelConfig
 from linnaeus.data.bundle import as_size
-from linnaeus.data.transforms import (
-    Normalise,
-    Preprocessing,
-    ResizeCenterCrop,
-    ThroughPillow,
-    build_transforms,
-)
+from linnaeus.data.transforms import Normalise, Preprocessing, ResizeCenterCrop, build_transforms
 from linnaeus.models.preprocessing import with_preprocessing
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.rng import seed_generators
@@ -62,7 +56,6 @@ def num_different(pipeline, image=IMAGE):
         {"ROTATION": 20.0},
         {"COLOR_JITTER": 0.4},
         {"POLICY": "randaugment"},
-        {"POLICY": "rand-m9-mstd0.5-inc1"},
         {"POLICY": "augmix-m5-w3"},
     ],
 )
@@ -78,10 +71,8 @@ def test_each_augmentation_changes_training_and_not_validation(changes, channels
 
 
 @pytest.mark.parametrize("changes", [{"HUE": 0.3}, {"GRAYSCALE": 0.5}])
-def test_augmentation_of_colors_needs_colors(changes):
+def test_augmentation_changes_colors(changes):
     assert num_different(transform(**changes)) > 1
-    with pytest.raises(ConfigError, match=rf"DATA\.AUGMENT\.{min(changes)}"):
-        transform(channels=4, **changes)
 
 
 class Albumentation:
@@ -121,7 +112,6 @@ V2 = "torchvision.transforms.v2"
 @pytest.mark.parametrize(
     "node",
     [
-        {"_target_": f"{V2}.RandomPosterize", "bits": 3},
         {"_target_": f"{V2}.RandomChoice", "transforms": [{"_target_": f"{V2}.RandomInvert"}]},
         {"_target_": f"{__name__}.Albumentation"},
         {"_target_": f"{__name__}.Albumentation", "tensor": True},
@@ -142,7 +132,7 @@ def test_own_transforms_are_seeded_with_the_sample(node, channels):
     assert not all(torch.equal(seen[0], each) for each in seen)
 
 
-def test_own_transforms_get_pixels_in_the_order_of_albumentations():
+def test_own_transforms_get_pixels_as_albumentations_orders_them():
     image = torch.arange(48, dtype=torch.uint8).reshape(3, 4, 4)
     pipeline = transform((4, 4), TRAIN=[{"_target_": f"{__name__}.Albumentation"}])
     (found,) = results(pipeline, image, tries=1)
@@ -155,7 +145,6 @@ def test_own_transforms_get_pixels_in_the_order_of_albumentations():
     [
         {"_target_": f"{__name__}.Albumentation", "size": 8},  # another shape
         {"_target_": "hydra.utils.get_method", "path": f"{__name__}.half"},  # another type
-        {"_target_": f"{V2}.Resize", "edge": 4},
         {"_target_": "builtins.dict"},  # not callable
     ],
 )
@@ -164,7 +153,7 @@ def test_unusable_transforms_are_refused_before_training(node):
         transform(TRAIN=[{"_target_": f"{V2}.RandomInvert"}, node])
 
 
-@pytest.mark.parametrize("node", ["{size: 3}", "RandomInvert", "{_target_: a b}"])
+@pytest.mark.parametrize("node", ["{size: 3}", "RandomInvert"])
 def test_an_entry_that_names_no_transform_is_refused(node):
     with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.TRAIN"):
         load_config([f"DATA.AUGMENT.TRAIN=[{node}]"])
@@ -174,9 +163,8 @@ def test_normalisation_is_that_of_torchvision_bit_for_bit():
     """Of fractions too, which are not divided by 255 once more."""
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     for image in (IMAGE, IMAGE / 255, (IMAGE / 255).half()):
-        expected = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])(
-            image
-        )
+        fractions = functional.to_dtype(image, torch.float32, scale=True)
+        expected = functional.normalize(fractions, mean, std)
         assert torch.equal(Normalise(mean, std)(image), expected)
         assert not torch.equal(Normalise(mean, mean)(image), expected)
         torch.testing.assert_close(expected, Normalise(mean, std)(IMAGE), rtol=0, atol=3e-3)
@@ -194,50 +182,40 @@ def test_statistics_of_colours_become_those_of_grey():
     assert float(shown.mean()) != pytest.approx((128 / 255 - 0.5) / 0.5, abs=0.01)
 
 
-@pytest.mark.parametrize("kind", [v2.RandAugment, v2.TrivialAugmentWide])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_policies_are_those_of_torchvision_on_pillow_images(kind, channels):
-    image = IMAGE[:channels]
-    through, other = ThroughPillow(kind()), []
-    for seed in range(12):
-        torch.manual_seed(seed)
-        found = through(image)
-        torch.manual_seed(seed)
-        expected = kind()(functional.to_pil_image(image))
-        assert torch.equal(found, functional.pil_to_tensor(expected))
-        assert found.is_contiguous()
-        other.append(not torch.equal(found, image))
-    assert sum(other) > 4
-
-
-@pytest.mark.parametrize("policy", ["rand-m9-n3", "originalr", "3a"])
-def test_other_policies_are_those_of_timm(policy):
-    ours = transform((40, 60), POLICY=policy)
-    timms = create_transform(
+def policy_of_timm(name):
+    return create_transform(
         (3, 40, 60),
         is_training=True,
-        auto_augment=policy,
+        auto_augment=name,
         color_jitter=None,
         interpolation="bilinear",
         mean=(0.5,) * 3,
         separate=True,
     )[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "channels"),
+    [("randaugment", 1), ("randaugment", 3), ("trivialaugment", 3), ("rand-m9-n3", 3), ("3a", 3)],
+)
+def test_policies_are_those_of_their_libraries_on_pillow_images(name, channels):
+    own = {"randaugment": v2.RandAugment, "trivialaugment": v2.TrivialAugmentWide}
+    theirs = own[name]() if name in own else policy_of_timm(name)
+    ours, image = transform((40, 60), channels=channels, POLICY=name), IMAGE[:channels]
     changed = []
     for seed in range(12):
         seed_generators(seed)
-        found = ours(IMAGE)
+        found = ours(image)
         seed_generators(seed)
-        expected = functional.pil_to_tensor(timms(functional.to_pil_image(IMAGE)))
+        expected = functional.pil_to_tensor(theirs(functional.to_pil_image(image)))
         assert torch.equal(found, expected)
-        changed.append(not torch.equal(found, IMAGE))
-    assert sum(changed) > 2
+        changed.append(not torch.equal(found, image))
+    assert sum(changed) > 4
 
 
 def test_a_policy_that_nobody_knows_is_refused():
-    load_config(["DATA.AUGMENT.POLICY=rand-m9-mstd0.5-inc1"])
-    for policy in ("rand-x", "4a"):
-        with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.POLICY"):
-            load_config([f"DATA.AUGMENT.POLICY={policy}"])
+    with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.POLICY"):
+        load_config(["DATA.AUGMENT.POLICY=rand-x"])
     with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.POLICY"):
         transform(POLICY="augmix-q3")
 
@@ -245,7 +223,7 @@ def test_a_policy_that_nobody_knows_is_refused():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"HFLIP": 0.5, "VFLIP": 0.5},
+        {"HFLIP": 0.5, "VFLIP": 0.5, "COLOR_JITTER": 0.4},
         {"HFLIP": 0.5, "POLICY": "rand-m9-inc1"},
         {"ROTATION": 20.0, "POLICY": "randaugment"},
         {"RESIZE": "letterbox", "HFLIP": 0.5},
@@ -261,6 +239,7 @@ def test_pillow_images_are_augmented_as_tensors_are(changes, channels):
     assert all(map(torch.equal, found, expected))
     assert not all(torch.equal(each, expected[0]) for each in expected)
     assert torch.equal(functional.pil_to_tensor(pillow), before)
+    assert torch.equal(image, before)
 
 
 def test_small_pillow_images_are_cropped_as_by_timm():
@@ -281,12 +260,6 @@ def test_small_pillow_images_are_cropped_as_by_timm():
     assert 0 < mirrored < 16
 
 
-def test_the_image_that_comes_in_is_not_changed():
-    before = IMAGE.clone()
-    results(transform((40, 60), HFLIP=0.5, COLOR_JITTER=0.4))
-    assert torch.equal(IMAGE, before)
-
-
 # Resizing.
 
 WEIGHTS = (
@@ -304,6 +277,12 @@ def photograph(width, height):
     """Smooth patches of colour."""
     patches = np.random.default_rng(width).integers(0, 256, (7, 9, 3), dtype=np.uint8)
     return Image.fromarray(patches).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def noise_image(width, height):
+    """Shows the order of the passes: bicubic values that overshoot are cut off after each."""
+    generator = np.random.default_rng(0)
+    return Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def pixels(shape, width=90):
@@ -347,26 +326,12 @@ def test_each_mode_of_resizing_is_that_of_timm(mode, size, fraction):
         normalize=False,
     )
     own = ResizeCenterCrop(size, fraction, mode, "bicubic", (0.2, 0.4, 0.6))
-    for shape in ((500, 375), (375, 500), (60, 900), (31, 47)):
-        image = photograph(*shape)
-        difference = own(functional.pil_to_tensor(image)).int() - timms(image).int()
-        assert int(difference.abs().max()) <= 2
-
-
-@pytest.mark.skipif(Version(PIL.__version__) < Version("13"), reason="another order of passes")
-@pytest.mark.parametrize("mode", ["crop", "squash", "letterbox"])
-def test_noise_of_any_shape_is_resized_as_by_timm(mode):
-    """Noise shows the order of the passes: bicubic values that overshoot are cut off after each."""
-    crop_mode = {"crop": "center", "letterbox": "border"}.get(mode, mode)
-    timms = create_transform(
-        (3, 96, 96), crop_pct=0.9, crop_mode=crop_mode, interpolation="bicubic", normalize=False
-    )
-    own = ResizeCenterCrop((96, 96), 0.9, mode, "bicubic", IMAGENET_DEFAULT_MEAN)
-    generator = np.random.default_rng(0)
-    for width, height in itertools.product((40, 96, 100, 150, 320), repeat=2):
-        noise = Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
-        difference = (own(functional.pil_to_tensor(noise)).int() - timms(noise).int()).abs()
-        assert int(difference.max()) <= 2, (width, height)
+    images = [photograph(*shape) for shape in ((500, 375), (375, 500), (60, 900), (31, 47))]
+    if Version(PIL.__version__) >= Version("13"):  # before, its passes had another order
+        images += [noise_image(*shape) for shape in itertools.product((40, 100, 320), repeat=2)]
+    for image in images:
+        difference = (own(functional.pil_to_tensor(image)).int() - timms(image).int()).abs()
+        assert int(difference.max()) <= 2, image.size
         assert float(difference.float().mean()) <= 0.02
 
 
@@ -378,17 +343,16 @@ def whole(image, side, fraction):
     return functional.center_crop_image(image, [side, side])
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.875])
 @pytest.mark.parametrize(
     ("shape", "is_cropped_first"),
-    [((60, 80), False), ((48, 60), False), ((60, 9), True), ((7, 90), True)],
+    [((60, 80), False), ((60, 9), True), ((7, 90), True)],
 )
-def test_files_with_few_keys_are_resized_and_cropped(shape, is_cropped_first, fraction):
-    content = {"channels": 3, "size": [32, 32], "crop_fraction": fraction}
+def test_files_with_few_keys_are_resized_and_cropped(shape, is_cropped_first):
+    content = {"channels": 3, "size": [32, 32], "crop_fraction": 0.875}
     content |= {"mean": [0.5] * 3, "std": [0.5] * 3}
     image = pixels(shape)
     found = Preprocessing.from_dict(content).transform()(image)
-    expected = whole(image, 32, fraction)
+    expected = whole(image, 32, 0.875)
     assert int((found.int() - expected.int()).abs().max()) <= is_cropped_first
     fractions = Preprocessing.from_dict(content).transform()(image / 255)
     torch.testing.assert_close(255 * fractions, expected.float(), rtol=0, atol=1.5)
@@ -412,13 +376,11 @@ def test_of_a_thin_image_only_what_is_seen_is_resized():
     """The image of 1 x 8000 pixels has less than 1 MB, and was 1.2 GB when it was resized as a whole."""
     thin = torch.zeros(3, 1, 8000, dtype=torch.uint8)
     thin[:, :, 4000:] = 200
-    for image in (thin, thin.transpose(1, 2)):
-        with Largest() as largest:
-            found = ResizeCenterCrop((224, 224))(image)
-        assert largest.numel <= 2 * found.numel()
-        assert found.shape == (3, 224, 224)
-        assert {int(found.min()), int(found.max())} == {0, 200}
-        assert math.isclose(float(found.float().mean()), 100, abs_tol=1)
+    with Largest() as largest:
+        found = ResizeCenterCrop((224, 224))(thin)
+    assert largest.numel <= 2 * found.numel()
+    assert (int(found.min()), int(found.max())) == (0, 200)
+    assert math.isclose(float(found.float().mean()), 100, abs_tol=1)
     with Largest() as largest:
         whole(thin[:, :, 3950:4050], 224, 1.0)
     assert largest.numel > 2 * found.numel()

@@ -55,7 +55,6 @@ def test_adapters_train_resume_and_are_merged(run, tmp_path):
 def test_a_run_that_cannot_be_adapted_ends_with_one_error(run, monkeypatch):
     for wrong, named in (
         (("MODEL.FREEZE=backbone",), "MODEL.FREEZE"),
-        (("TRAIN.UNFREEZE_EPOCH=2",), "TRAIN.UNFREEZE_EPOCH"),
         (("MODEL.LORA.TARGETS=[qvk]",), "fc1"),
         (("MODEL.LORA.RANK=null", "MODEL.LORA.ALPHA=4"), "MODEL.LORA.RANK"),
     ):

@@ -31,16 +31,13 @@ KEYS = {
     "no folder": {"name": "local-dir:nowhere"},
     "arguments": {"KWARGS": {"colour": "red"}},
     "argument for weights": {"KWARGS": {"pretrained": True}},
-    "argument for a file": {"KWARGS": {"checkpoint_path": "a"}},
     "two sources of weights": {"PRETRAINED": True, "WEIGHTS": "a.pt"},
     "size of images": {"name": "test_vit", "img_size": (30, 30)},
     "marginal head": {"HEAD": "marginal", "taxonomy": Taxonomy(TWO_LEVELS.levels)},
 }
 FREEZING = {
-    "module": "bacbone",
     "list": ["backbone", "heads.1"],
     "everything": "*",
-    "pattern": "bakcbone.0.*",
 }
 
 
@@ -60,7 +57,6 @@ def of_files(folder, tmp_path):
         "a part": {key: value for key, value in state.items() if not key.startswith("layer4")},
         "another width": timm.create_model("test_resnet", channels=(48, 48, 48, 96)).state_dict(),
         "a list": [1, 2],
-        "code": {"state": nn.Linear(1, 1)},
     }
     found = {}
     path = tmp_path / "weights.pth"
@@ -112,11 +108,10 @@ def test_messages(golden, folder, tmp_path, monkeypatch):
     messages["weights: of a folder"] = built(f"local-dir:{folder}", PRETRAINED=True)[1]
     torch.save(build().backbone.state_dict(), tmp_path / "a.pth")
     messages["weights: of a file"] = built(WEIGHTS=str(tmp_path / "a.pth"))[1]
-    messages["weights: with heads"] = built(WEIGHTS=str(saved_heads(tmp_path, TWO_LEVELS)))[1]
-    of_run = built(
-        taxonomy=ONE_LEVEL, WEIGHTS=str(save_run(tmp_path / "run", spec_of(taxonomy=TWO_LEVELS)))
-    )
-    messages["weights: of a run"] = of_run[1]
+    torch.save(build().state_dict(), tmp_path / "whole.pth")
+    messages["weights: with heads"] = built(WEIGHTS=str(tmp_path / "whole.pth"))[1]
+    run = save_run(tmp_path / "run", spec_of(taxonomy=TWO_LEVELS))
+    messages["weights: of a run"] = built(taxonomy=ONE_LEVEL, WEIGHTS=str(run))[1]
     averages = {f"net.{name}": each for name, each in build().backbone.state_dict().items()}
     torch.save({"model": {}, "ema": averages | {"step": torch.ones(1)}}, tmp_path / "a.pth")
     messages["weights: of another program"] = built(WEIGHTS=str(tmp_path / "a.pth"))[1]
@@ -131,9 +126,3 @@ def test_messages(golden, folder, tmp_path, monkeypatch):
         with_preprocessing(data, ModelConfig(NAME="resnet18", PRETRAINED=True))[1]
     )
     golden("models", messages, folder=folder, tmp=tmp_path, here=__name__)
-
-
-def saved_heads(folder, taxonomy):
-    """A state dict of a whole model, which does not name its classes."""
-    torch.save(build(taxonomy=taxonomy).state_dict(), folder / "whole.pth")
-    return folder / "whole.pth"

@@ -1,16 +1,12 @@
 """Weights of another run, or of a file with a backbone or a whole model."""
 
 import argparse
-import logging
-import re
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import timm
 import torch
-from timm.utils import CheckpointSaver
 from torch import nn
 
 from linnaeus.config.schema import DataConfig, ModelConfig
@@ -19,6 +15,7 @@ from linnaeus.inference.trained import load_run
 from linnaeus.models.build import build_model
 from linnaeus.models.preprocessing import with_preprocessing
 from linnaeus.runtime.errors import ConfigError
+from tests.helpers.bits import bits
 from tests.helpers.small_models import ONE_LEVEL, built
 from tests.helpers.small_models import TWO_LEVELS as BEFORE
 from tests.helpers.trained import PLAIN, save_run, spec_of
@@ -31,8 +28,8 @@ MORE_NAMES = Taxonomy(
 )
 
 
-def source_model(seed=7, in_chans=3):
-    model, _ = built(seed=seed, in_chans=in_chans)
+def source_model(seed=7):
+    model, _ = built(seed=seed)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.normal_(module.running_mean)
@@ -51,10 +48,21 @@ def checkpoint(model, average=None, spec=None):
     return content
 
 
+@pytest.fixture
+def load(tmp_path):
+    """Saves a content; gives the model that takes its weights from there, and the line about them."""
+
+    def save_and_build(content, **options):
+        torch.save(content, tmp_path / "a.pt")
+        return built(WEIGHTS=str(tmp_path / "a.pt"), **options)
+
+    return save_and_build
+
+
 def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path):
-    folder = tmp_path / "run" / "checkpoints"
+    folder = tmp_path / "run/checkpoints"
     folder.mkdir(parents=True)
-    last, best = source_model(1, in_chans=1), source_model(2, in_chans=1)
+    last, best = source_model(1), source_model(2)
     # A run killed while it saved may have no more than `previous.pt`.
     for name, source, average in (
         ("previous", last, None),
@@ -62,9 +70,8 @@ def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path):
         ("best", last, best),
     ):
         torch.save(checkpoint(source, average), folder / f"{name}.pt")
-        model, line = built(in_chans=1, WEIGHTS=str(folder.parent))
-        expected = (average or source).state_dict()
-        assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+        model, line = built(WEIGHTS=str(folder.parent))
+        assert bits(model.state_dict()) == bits((average or source).state_dict())
         assert str(folder / f"{name}.pt") in line
         assert "94 tensors" in line
         assert ("EMA" in line) == (average is not None)
@@ -75,50 +82,38 @@ def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path):
     [
         (BEFORE, SAME_NAMES, []),
         (BEFORE, OTHER_NAMES, ["species"]),
-        (BEFORE, MORE_NAMES, ["species"]),
         (BEFORE, ONE_LEVEL, []),
         (None, OTHER_NAMES, []),
         (None, MORE_NAMES, ["species"]),
         (None, ONE_LEVEL, ["species"]),
     ],
 )
-def test_heads_are_copied_where_the_classes_are_the_same(tmp_path, spec, taxonomy, new):
+def test_heads_are_copied_where_the_classes_are_the_same(load, spec, taxonomy, new):
     source = source_model()
-    torch.save(checkpoint(source, spec=spec), tmp_path / "a.pt")
-    model, line = built(taxonomy=taxonomy, WEIGHTS=str(tmp_path / "a.pt"))
+    model, _ = load(checkpoint(source, spec=spec), taxonomy=taxonomy)
     untrained, _ = built(taxonomy=taxonomy)
-    num_tensors = 90 + 2 * (len(taxonomy.levels) - len(new))
-    assert f"{num_tensors} tensors" in line
-    assert (" new head" in line) == bool(new)
-    assert ("by class names" in line) == (spec is not None and len(new) < len(taxonomy.levels))
-    assert ("does not name them" in line) == (spec is None and len(new) < len(taxonomy.levels))
     for index, level in enumerate(taxonomy.levels):
         weight = model.heads[index].weight
         if level.name in new:
             assert torch.equal(weight, untrained.heads[index].weight)
             continue
         position = [other.name for other in BEFORE.levels].index(level.name)
-        head_before = source.heads[position]
         before = BEFORE.levels[position].classes
-        rows = [before.index(name) for name in level.classes] if spec else range(len(before))
-        for row, row_before in enumerate(rows):
-            assert torch.equal(weight[row], head_before.weight[row_before])
-            assert torch.equal(model.heads[index].bias[row], head_before.bias[row_before])
+        rows = [before.index(name) for name in level.classes] if spec else [*range(len(before))]
+        assert torch.equal(weight, source.heads[position].weight[rows])
+        assert torch.equal(model.heads[index].bias, source.heads[position].bias[rows])
 
 
-@pytest.mark.parametrize(
-    ("prefix", "nested"), [("", None), ("module.", "state_dict"), ("_orig_mod.module.", "model")]
-)
-def test_state_dicts_of_a_whole_model_in_their_wrappings(tmp_path, prefix, nested):
+def test_a_state_dict_of_a_whole_model_loads(load):
+    """Without the parts that torch's wrappers put into names."""
     source = source_model()
-    state = {f"{prefix}{name}": value for name, value in source.state_dict().items()}
-    torch.save(state if nested is None else {nested: state, "epoch": 3}, tmp_path / "a.pth")
-    model, line = built(WEIGHTS=str(tmp_path / "a.pth"))
-    assert (prefix in line, "backbone" in line) == (True, False)
-    assert all(
-        torch.equal(tensor, source.state_dict()[name])
-        for name, tensor in model.state_dict().items()
-    )
+    state = {
+        name.replace("layer1.", "layer1._orig_mod."): x for name, x in source.state_dict().items()
+    }
+    state = {f"_orig_mod.module.{name}": each for name, each in state.items()}
+    model, line = load({"model": state, "epoch": 3})
+    assert ("_orig_mod." in line, "backbone" in line) == (True, False)
+    assert bits(model.state_dict()) == bits(source.state_dict())
 
 
 def random_state(seed, name="test_resnet"):
@@ -128,122 +123,47 @@ def random_state(seed, name="test_resnet"):
 
 def is_loaded(model, state):
     own = model.backbone.state_dict()
-    return all(torch.equal(tensor, state[name]) for name, tensor in own.items())
+    return bits(own) == bits({name: state[name] for name in own})
 
 
-@pytest.mark.parametrize(
-    "key", ["", "model_state_dict", "net", "checkpoint.model.weights", "ema", "what.ever"]
-)
-@pytest.mark.parametrize(
-    "prefix",
-    ["", "model.", "net.", "encoder.", "timm_model.", "model.backbone.", "module._orig_mod.a.b."],
-)
-def test_backbones_load_from_any_nesting_and_prefix(tmp_path, key, prefix):
+@pytest.mark.parametrize("key", ["", "net", "checkpoint.model.weights", "ema"])
+@pytest.mark.parametrize("prefix", ["", "timm_model.", "model.backbone.", "module._orig_mod.a.b."])
+def test_backbones_load_from_any_nesting_and_prefix(load, key, prefix):
     state = random_state(7)
     content = {f"{prefix}{name}": tensor for name, tensor in state.items()}
     content["criterion.weight"] = torch.ones(3)
     for part in reversed(key.split(".") if key else []):
-        content = {
-            "epoch": 3,
-            "optimizer": {"state": {"conv1.0.weight": torch.ones(1)}},
-            part: content,
-        }
-    torch.save(content, tmp_path / "a.pt")
-    model, line = built(WEIGHTS=str(tmp_path / "a.pt"))
+        content = {"optimizer": {"state": {"conv1.0.weight": torch.ones(1)}}, part: content}
+    model, line = load(content)
     assert is_loaded(model, state)
     assert all(part in line for part in (key, "90 tensors", "criterion.weight", "new head"))
     assert ("without the prefix" in line) == bool(prefix)
     assert all(f"{part}." in line for part in prefix.split(".") if part)
 
 
-def test_wrappers_of_inner_modules_are_left_out(tmp_path):
-    state = random_state(7)
-    wrapped = {name.replace("layer1.", "layer1._orig_mod."): each for name, each in state.items()}
-    torch.save(wrapped, tmp_path / "a.pt")
-    assert is_loaded(built(WEIGHTS=str(tmp_path / "a.pt"))[0], state)
-
-
-@pytest.mark.parametrize("average", ["state_dict_ema", "model_ema", "ema", "swa_model"])
-def test_a_whole_average_is_taken_before_the_weights(tmp_path, average):
+@pytest.mark.parametrize("average", ["state_dict_ema", "swa_model"])
+def test_a_whole_average_is_taken_before_the_weights(load, average):
     weights, averaged = random_state(7), random_state(8)
-    path = tmp_path / "a.pt"
-    torch.save({"state_dict": weights, average: averaged}, path)
-    assert is_loaded(built(WEIGHTS=str(path))[0], averaged)
-    both = {f"net.{name}": tensor for name, tensor in weights.items()}
-    torch.save(both | {f"ema.{name}": tensor for name, tensor in averaged.items()}, path)
-    assert is_loaded(built(WEIGHTS=str(path))[0], averaged)
+    assert is_loaded(load({"state_dict": weights, average: averaged})[0], averaged)
     part = {name: tensor for name, tensor in averaged.items() if "layer1" in name}
-    torch.save({"state_dict": weights, average: part, "schema": averaged}, path)
-    assert is_loaded(built(WEIGHTS=str(path))[0], weights)
+    model, _ = load({"state_dict": weights, average: part, "schema": averaged})
+    assert is_loaded(model, weights)
 
 
-def test_a_prefix_hides_no_names_that_timm_translates(tmp_path):
-    """Facebook's names of ConvNeXt, in a module that is called `model`."""
-    own = random_state(7, "test_convnext")
-    names = {"stem": "downsample_layers.0", "head.norm": "norm", "head.fc": "head"}
-    foreign = {}
-    for name, tensor in own.items():
-        for ours, theirs in names.items():
-            if name.startswith(f"{ours}."):
-                name = name.replace(ours, theirs, 1)
-                break
-        else:
-            name = re.sub(r"stages\.(\d)\.blocks\.", r"stages.\1.", name)
-            name = re.sub(r"stages\.(\d)\.downsample\.", r"downsample_layers.\1.", name)
-            name = name.replace("conv_dw", "dwconv").replace("mlp.fc", "pwconv")
-        foreign[f"model.{name}"] = tensor
-    torch.save(foreign, tmp_path / "a.pt")
-    model, line = built("test_convnext", WEIGHTS=str(tmp_path / "a.pt"))
-    assert is_loaded(model, own)
-    assert "'model.'" in line
-
-
-def test_checkpoints_of_timms_training_script_load(tmp_path):
-    torch.manual_seed(7)
-    source = timm.create_model("test_resnet", num_classes=5)
-    saver = CheckpointSaver(
-        source,
-        torch.optim.SGD(source.parameters(), lr=0.1),
-        args=argparse.Namespace(model="test_resnet", lr=0.1),
-        checkpoint_dir=str(tmp_path),
-    )
-    saver.save_checkpoint(0, metric=1.0)
-    for name in ("last.pth.tar", "model_best.pth.tar", "checkpoint-0.pth.tar"):
-        model, _ = built(WEIGHTS=str(tmp_path / name))
-        assert is_loaded(model, source.state_dict())
-    with pytest.raises(ConfigError, match=r"'test_vit'.*'test_resnet'") as caught:
-        built("test_vit", img_size=(160, 160), WEIGHTS=str(tmp_path / "last.pth.tar"))
-    assert len(str(caught.value)) < 500
-
-
-class Hostile:
-    """Writes a file where its pickle is loaded with its code."""
-
-    def __reduce__(self):
-        return Path.touch, (Path("touched"),)
-
-
-def test_code_in_a_file_is_named_and_does_not_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.save({"state_dict": random_state(7), "args": Hostile()}, "a.pt")
-    with pytest.raises(ConfigError, match=r"pathlib\S*Path\.touch|builtins\.getattr"):
-        built(WEIGHTS="a.pt")
-    assert not Path("touched").exists()
-    torch.load("a.pt", weights_only=False)
-    assert Path("touched").exists()
+def test_checkpoints_of_timms_training_script_load(load):
+    state = random_state(7)
+    arguments = argparse.Namespace(model="test_resnet", lr=0.1)
+    model, _ = load({"arch": "test_resnet", "state_dict": state, "args": arguments, "metric": 1.0})
+    assert is_loaded(model, state)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "is_loaded"),
     [
         ("state.model", 5, False),
-        ("state.ema", 5, False),
-        ("state.ema", {"module": [3]}, False),
         ("model_spec.model", {"LORA": 5}, False),
         ("model_spec.model", {"NAME": 5}, True),
-        ("model_spec.taxonomy", 5, True),
         ("model_spec.taxonomy", {"levels": [{"name": [], "classes": [{}, []]}]}, True),
-        ("model_spec.taxonomy", {"levels": [{"name": "species", "classes": ["lion"] * 9}]}, True),
         ("model_spec.preprocessing", {"size": 5, "decoding": 5}, True),
     ],
 )
@@ -258,28 +178,14 @@ def test_an_odd_checkpoint_is_loaded_or_refused(tmp_path, key, value, is_loaded)
         built(WEIGHTS=node.WEIGHTS)
 
 
-def test_timm_lists_no_names_in_the_terminal(tmp_path, caplog):
-    torch.save(random_state(7, "test_vit"), tmp_path / "a.pt")
-    with pytest.raises(ConfigError):
-        built(WEIGHTS=str(tmp_path / "a.pt"))
-    assert not caplog.records
-    logging.getLogger("timm.models._builder").warning("timm is heard again")
-    assert caplog.records
-
-
-@pytest.mark.parametrize("has_same_names", [True, False])
-def test_heads_of_an_export_are_copied_by_class_names(tmp_path, has_same_names):
+def test_heads_of_an_export_are_copied_by_class_names(tmp_path):
     source = load_run(save_run(tmp_path / "run", spec_of(taxonomy=PLAIN)), device="cpu")
     file = source.export("safetensors").path
-    names = ("corax", "major", "viridis") if has_same_names else ("ant", "bee", "cow")
-    taxonomy = Taxonomy((Level("species", names),))
+    taxonomy = Taxonomy((Level("species", ("corax", "major", "viridis")),))
     model, line = built(taxonomy=taxonomy, WEIGHTS=str(file))
-    assert ("copied by class names" in line, "new head" in line) == (
-        has_same_names,
-        not has_same_names,
-    )
+    assert "copied by class names" in line
     head = dict(source.model.named_parameters())["heads.1.weight"]
-    assert torch.equal(model.heads[0].weight, head) == has_same_names
+    assert torch.equal(model.heads[0].weight, head)
 
 
 def test_nothing_is_read_where_a_checkpoint_replaces_the_weights():
@@ -315,26 +221,13 @@ def pretrained(name="resnet18"):
 @pytest.mark.parametrize(
     ("node", "data", "expected"),
     [
-        (ModelConfig(NAME="resnet18"), data_of(), NONE),
         ({"_target_": "torch.nn.Linear"}, data_of(), NONE),
         (pretrained(), data_of(), RESNET),
         (pretrained("vit_tiny_patch16_384"), data_of(), LARGE),
         (pretrained("eva02_base_patch14_448"), data_of(), {"IMG_SIZE": 448, "RESIZE": "squash"}),
-        (pretrained("volo_d1_384"), data_of(), {"CROP_FRACTION": 1.0}),
         (pretrained(), data_of(IMG_SIZE=64), {**RESNET, "IMG_SIZE": 64}),
-        (
-            pretrained(),
-            data_of(MEAN=[0.4] * 3, CROP_FRACTION=1.0, INTERPOLATION="bilinear", RESIZE="squash"),
-            {
-                **RESNET,
-                "MEAN": [0.4] * 3,
-                "CROP_FRACTION": 1.0,
-                "INTERPOLATION": "bilinear",
-                "RESIZE": "squash",
-            },
-        ),
+        (pretrained(), data_of(RESIZE="squash"), {**RESNET, "RESIZE": "squash"}),
         (pretrained(), data_of(channels=5), {**RESNET, "MEAN": None, "STD": None}),
-        (pretrained(), data_of(channels=1), RESNET),
         (
             pretrained(),
             data_of("digits"),
@@ -376,7 +269,7 @@ def test_a_run_and_its_export_bring_their_preprocessing(tmp_path, is_export):
     }
 
 
-def test_a_resumed_run_keeps_its_preprocessing_whatever_the_weights():
+def test_a_resumed_run_keeps_its_preprocessing():
     augment = {"MEAN": [0.1, 0.2, 0.3], "STD": [0.4, 0.5, 0.6], "RESIZE": "squash"}
     node = ModelConfig(NAME="resnet18", WEIGHTS="nowhere.pt")
     for size in (None, 48):
