@@ -137,7 +137,9 @@ def test_packages():
             "extra": "EPOCHS: 4",
         }
     )
-    config = load("--config-dir=conf", "--cfg=my.yaml", "+encoder@MODEL.decoder=small")
-    encoder, decoder = {"width": 3, "depth": 9}, {"width": 3}
-    assert {"_target_": "my.Model", "encoder": encoder, "decoder": decoder} == config.MODEL
+    config = load("--config-dir=conf", "--cfg=my.yaml")
+    encoder = {"width": 3, "depth": 9}
+    assert {"_target_": "my.Model", "encoder": encoder} == config.MODEL
     assert config.TRAIN.EPOCHS == 4
+    config = load("--config-dir=conf", "model@MODEL=target", "+encoder@MODEL.decoder=small")
+    assert {"_target_": "my.Model", "decoder": {"width": 3}} == config.MODEL

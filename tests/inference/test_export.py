@@ -124,7 +124,7 @@ def test_onnx_gives_logits(tmp_path):
         folder = tmp_path / str(half)
         path = run.export("onnx", folder / "a.onnx", outputs="logits", opset=20, half=half).path
         assert [*folder.iterdir()] == [path]
-        check_equal(onnx_outputs(path, batch), outputs_of(run, batch), atol=0.02 if half else 1e-5)
+        check_equal(onnx_outputs(path, batch), outputs_of(run, batch), atol=0.05 if half else 1e-5)
         model = onnx.load(path)
         assert [each.version for each in model.opset_import if not each.domain] == [20]
         entries = [*model.graph.input, *model.graph.output]

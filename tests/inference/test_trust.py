@@ -51,7 +51,7 @@ SHELL = {
 }
 WRITE = {
     "_target_": "pathlib.Path.write_text",
-    "_args_": [{"_target_": "pathlib.Path", "_args_": [MARK]}, "x"],
+    "_args_": [{"_target_": "pathlib.Path", "_args_": ["mark.txt"]}, "x"],
 }
 ALIAS = {**WRITE, "_target_": f"{__name__}.Path.write_text"}
 FLAT = {"_target_": f"{Flat.__module__}.Flat"}
@@ -361,8 +361,9 @@ def test_resuming_and_weights_run_no_code(run):
         assert (outcome.code, MARK.exists()) == (0, False), outcome.err
     torch.save({"state": Reduced()}, "pickle.pt")
     last.write_bytes(Path("pickle.pt").read_bytes())
-    for words in (("MODEL.WEIGHTS=pickle.pt", "EXPERIMENT.NAME=third"), resume):
-        assert run("train", *SMALL, *words).code != 0
-        assert not MARK.exists()
+    weights = ("MODEL.WEIGHTS=pickle.pt", "EXPERIMENT.NAME=third")
+    assert run("train", *SMALL, *weights).code == 2
+    run("train", *SMALL, *resume, "TRAIN.EPOCHS=4")
+    assert not MARK.exists()
     torch.load("pickle.pt", weights_only=False)
     assert MARK.exists(), "a negative control"
