@@ -142,4 +142,4 @@ def test_packages():
     assert {"_target_": "my.Model", "encoder": encoder} == config.MODEL
     assert config.TRAIN.EPOCHS == 4
     config = load("--config-dir=conf", "model@MODEL=target", "+encoder@MODEL.decoder=small")
-    assert {"_target_": "my.Model", "decoder": {"width": 3}} == config.MODEL
+    assert config.MODEL == {"_target_": "my.Model", "decoder": {"width": 3}}
