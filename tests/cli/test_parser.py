@@ -175,7 +175,7 @@ print(json.dumps([completing, reading, comparing, importing]))
 """
 
 
-def test_completion_help_mistakes_and_comparisons_wait_for_no_heavy_module(tmp_path):
+def test_completion_help_and_comparisons_load_no_heavy_module(tmp_path):
     (tmp_path / "one/checkpoints").mkdir(parents=True)
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, json.dumps([*COMMANDS]), json.dumps(LIGHT)],

@@ -129,7 +129,7 @@ def test_confusions_are_the_largest_ones_with_their_share():
     assert found.worst(5) == [1, 0]
 
 
-def test_the_distance_of_a_mistake_is_the_height_of_the_common_ancestor():
+def test_a_mistake_is_as_far_as_the_common_ancestor_is_high():
     """u and v share a family, u and w an order, u and y the root; the parent of z is unknown."""
     u, v, w, y, z = 0, 1, 2, 4, 5
     for pair, height in {(u, v): 1, (u, w): 2, (y, u): 3}.items():
