@@ -206,6 +206,15 @@ def test_print_config(line, count, capsys):
     assert sorted(Path().rglob("*")) == before
 
 
+def test_ctrl_c_before_the_work_says_a_word(run, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("linnaeus.cli.compare.find_runs", interrupt)
+    outcome = run("compare", "runs")
+    assert (outcome.code, bool(outcome.err.strip())) == (130, True)
+
+
 def test_a_command_that_is_gone_names_the_new_one(run):
     outcome = run("plan", "--cfg", "my_exp.yaml")
     assert (outcome.code, "linnaeus analyze" in outcome.err) == (2, True)

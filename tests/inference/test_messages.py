@@ -110,6 +110,14 @@ MISTAKES = {
         ),
     ).export("torch-export"),
     "export: other outputs": lambda: difference(1.01),
+    "tensor of two": lambda: birds().predict(torch.zeros(2, 4, 4, dtype=torch.uint8)),
+    "outputs of another size": lambda: levels(torch.zeros(2, 4)),
+    "mirror images of tensors": lambda: tensors().predict(torch.zeros(3, 32, 32), tta="flip"),
+    "export: pixels and logits": lambda: birds().export(
+        "torch-export", preprocessing=True, outputs="logits"
+    ),
+    "export: other levels": lambda: difference(1, "b"),
+    "a number": lambda: birds().predict([7]),
 }
 """By a title: what raises an error."""
 
