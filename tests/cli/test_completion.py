@@ -33,11 +33,8 @@ def answer(line, folder):
         ("linnaeus ana", ["analyze"]),
         ("linnaeus train DATA.AUTOBATCH.STRATEGY=b", ["binary", "binsearch"]),
         ("linnaeus train DATA.AUTOBATCH.STRATEG", ["DATA.AUTOBATCH.STRATEGY="]),
-        ("linnaeus train --cfg a.yaml model=vit_t", ["model=vit_tiny"]),
-        ("linnaeus analyze --frac", ["--fractions"]),
+        ("linnaeus train --cfg a.yaml model=vit_t", ["vit_tiny"]),
         ("linnaeus analyze DATA.BATCH_SIZE=3 --sharding hy", ["hybrid"]),
-        ("linnaeus export runs/a --format on", ["onnx"]),
-        ("linnaeus predict runs/a --checkpoint la", ["last"]),
         ("linnaeus compare TRAIN.AM", []),
         ("linnaeus train --cfg my_ex", ["my_experiment.yaml"]),
     ],
@@ -45,6 +42,4 @@ def answer(line, folder):
 def test_what_may_follow(line, expected, tmp_path):
     (tmp_path / "my_experiment.yaml").touch()
     found = answer(line, tmp_path)
-    assert [word.rpartition("=")[2] or word for word in found] == [
-        word.rpartition("=")[2] or word for word in expected
-    ]
+    assert [word.rpartition("=")[2] or word for word in found] == expected

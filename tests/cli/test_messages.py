@@ -2,10 +2,8 @@ import json
 import re
 from pathlib import Path
 
-from linnaeus.cli import compare, export, predict, sweep, train, work
+from linnaeus.cli import compare, export, predict, runs, sweep, train, work
 from linnaeus.cli.evaluate import options as evaluate
-from linnaeus.cli.runs import Row as RunRow
-from linnaeus.cli.runs import compared, read_run
 from linnaeus.runtime.run_folder import Holder, State
 from tests.helpers.consoles import plain_console
 from tests.helpers.messages import error_of
@@ -57,7 +55,6 @@ LINES = {
         "EXPERIMENT.NAME=grid EXPERIMENT.SEED=1,2 TRAIN.EPOCHS=9",
     ),
     "a worker without a folder": (work, ""),
-    "a worker of a damaged sweep": (work, "runs/damaged"),
     "a launcher": (train, "--launcher slrum"),
     "options of sbatch": (
         train,
@@ -66,7 +63,6 @@ LINES = {
     "options of sbatch without a launcher": (train, "--slurm nodes=2"),
     "a status without a folder": (sweep, "--status"),
     "the status of a folder that is not there": (sweep, "--status runs/nope"),
-    "a URL": (train, "--cfg https://example.org/a.yaml"),
 }
 
 
@@ -76,8 +72,6 @@ def test_messages(golden, tmp_path, monkeypatch):
     Path("folder.png").mkdir()
     write_run(Path("runs/one"), "OPTIMIZER.LR=0.1")
     write_run(Path("runs/other"), "OPTIMIZER.LR=0.2", "DATA.DATASET.NAME=synthetic", finished=False)
-    Path("runs/damaged").mkdir()
-    Path("runs/damaged/sweep.json").touch()
     sweep.read(["EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,2"])[1].write()  # type: ignore[union-attr]
     said = {title: error_of(module.read, line.split()) for title, (module, line) in LINES.items()}
     said |= of_runs()
@@ -88,24 +82,16 @@ def of_runs():
     write_run(Path("runs/failed"), finished=False, checkpoint=False)
     ended = {"exit_code": 1, "reason": "no such model"}
     Path("runs/failed/run.json").write_text(json.dumps({"ended": ended}))
-    write_run(Path("runs/third"), finished=False)
     write_validations(Path("runs/third"), [0.5], metric="top1/species")
-    Path("runs/third/config.yaml").unlink()
     names = ["one", "other", "failed", "third"]
-    found = compared([read_run(Path("runs", name)) for name in names], names)
-    found.rows.append(
-        RunRow(
-            Path("none"),
-            State("running", Holder("node7", 12, "", "", "34_5")),
-            values=found.rows[0].values,
-        )
-    )
+    found = runs.compared([runs.read_run(Path("runs", name)) for name in names], names)
+    state = State("running", Holder("node7", 12, "", "", "34_5"))
+    found.rows.append(runs.Row(Path("none"), state, values=found.rows[0].values))
     console, output = plain_console()
     found.show(console)
+    unknown = runs.compared(found.rows, [*names, "x"], "top1/knid").unknown_metric
     return {
         "runs side by side": re.sub(" +\n", "\n", output.getvalue()),
-        "a metric that no run has": str(
-            compared(found.rows, [*names, "x"], "top1/knid").unknown_metric
-        ),
+        "a metric that no run has": str(unknown),
         "what runs cannot be sorted by": error_of(found.sort, "lr"),
     }

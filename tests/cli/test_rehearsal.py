@@ -1,15 +1,11 @@
 """What training would see and do, before it: the contact sheet and the dry run."""
 
-import json
-import shlex
-
-import numpy as np
 import pytest
 from PIL import Image
 
 from tests.helpers.runs import SMALL
 
-AUTOBATCH = "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16"
+AUTOBATCH = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16")
 
 
 def files(folder):
@@ -18,25 +14,20 @@ def files(folder):
     return {name: path.is_file() and path.stat().st_mtime_ns for name, path in paths.items()}
 
 
-def test_a_preview_draws_samples_and_trains_nothing(run, tmp_path):
-    outcome = run("train", *SMALL, "--preview", "samples.png")
-    assert outcome.code == 0, outcome.err
-    with Image.open(tmp_path / "samples.png") as picture:
-        assert picture.width > 1000 < picture.height
-    assert [*files(tmp_path)] == ["samples.png"]
-
-
-def test_a_preview_shows_the_colours_of_the_images(run, tmp_path):
+def test_a_preview_shows_the_images_and_trains_nothing(run, tmp_path):
     for name, color in (("owl", "red"), ("tit", "blue")):
         (tmp_path / "data" / name).mkdir(parents=True)
         for number in range(6):
             Image.new("RGB", (32, 32), color).save(tmp_path / "data" / name / f"{number}.png")
+    before = files(tmp_path)
     argv = (*SMALL, "DATA.DATASET.NAME=imagefolder", "DATA.DATASET.ROOT=data")
     outcome = run("train", *argv, "~DATA.DATASET.NUM_CLASSES", "--preview", "samples.png")
     assert outcome.code == 0, outcome.err
     with Image.open(tmp_path / "samples.png") as picture:
-        colors = {tuple(each) for each in np.asarray(picture.convert("RGB")).reshape(-1, 3)}
-    assert {(255, 0, 0), (0, 0, 255)} <= {tuple(map(int, each)) for each in colors}
+        assert picture.width > 1000
+        colors = {color for _, color in picture.convert("RGB").getcolors(picture.size[0] ** 2)}
+    assert {(255, 0, 0), (0, 0, 255)} <= colors
+    assert files(tmp_path).keys() - before.keys() == {"samples.png"}
 
 
 def test_a_preview_is_for_images(run, tmp_path):
@@ -66,27 +57,14 @@ def test_a_dry_run_leaves_an_earlier_run_as_it_is(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "code"),
+    "mistake",
     [
-        ("OPTIMIZER.LR=fast", 2),
-        ("DATA.DATASET.NAME=imagefolder", 2),
-        ("EXPERIMENT.OUTPUT_DIR=/dev/null/x", 2),
-        ("TRAIN.CALLBACKS=[{_target_: tests.cli.tiny.Missing}]", 2),
+        "DATA.DATASET.NAME=imagefolder",
+        "EXPERIMENT.OUTPUT_DIR=/dev/null/x",
+        "TRAIN.CALLBACKS=[{_target_: tests.cli.tiny.Missing}]",
     ],
 )
-def test_a_mistake_ends_a_dry_run_as_it_ends_training(run, tmp_path, mistake, code):
+def test_a_mistake_ends_a_dry_run_as_it_ends_training(run, tmp_path, mistake):
     wet, dry = run("train", *SMALL, mistake), run("train", *SMALL, mistake, "--dry-run")
-    assert (dry.code, dry.err.splitlines()[-1]) == (code, wet.err.splitlines()[-1])
+    assert (dry.code, dry.err.splitlines()[-1]) == (2, wet.err.splitlines()[-1])
     assert not files(tmp_path)
-
-
-def test_a_run_among_the_words_is_resumed_by_the_command_shown(run, tmp_path):
-    assert run("train", *SMALL, "TRAIN.EPOCHS=1").code == 0
-    (tmp_path / "runs" / "small").rename(tmp_path / "old run")
-    outcome = run("train", "old run")
-    assert outcome.code == 2
-    (line,) = (line for line in outcome.err.splitlines() if "AUTO_RESUME" in line)
-    outcome = run(*shlex.split(line.partition("run: linnaeus ")[2]), "TRAIN.EPOCHS=2")
-    assert outcome.code == 0, outcome.err
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == []
-    assert json.loads((tmp_path / "old run" / "result.json").read_text())["best_epoch"] in (1, 2)

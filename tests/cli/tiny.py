@@ -4,15 +4,14 @@ import os
 import select
 import signal
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 
-class Points(Dataset[tuple[Tensor, int]]):
+class Points(Dataset):
     """Points in the plane, labelled by their quadrant."""
 
     classes = ("I", "II", "III", "IV")
@@ -173,7 +172,7 @@ class TinyNet(nn.Module):
         return tuple(head(features) for head in self.heads)
 
 
-class Pairs(Dataset[Any]):
+class Pairs(Dataset):
     """Vectors and their doubles, without classes."""
 
     def __init__(self, split):

@@ -10,6 +10,7 @@ from linnaeus.config.dump import to_yaml
 from linnaeus.config.keys import KEYS, NODES, dotted
 from linnaeus.config.load import load_config
 from linnaeus.runtime.errors import ConfigError
+from tests.helpers.configs import write
 
 TEXTS = {
     "my": "defaults: [base, {model: mine}, {optional /data/augment@MODEL.x: strong}]\n"
@@ -19,25 +20,7 @@ TEXTS = {
     "data/augment/strong": "HFLIP: 0.5",
     "experiment/birds": "defaults: [override /model: mine, _self_]\nTRAIN: {EPOCHS: 5}",
 }
-PIECES = [
-    "",
-    "\n",
-    " ",
-    ":",
-    "- ",
-    "@",
-    "[",
-    "&a ",
-    "${",
-    "'",
-    "\t",
-    "\0",
-    "???",
-    "~",
-    "../",
-    "null",
-    "_global_",
-]
+PIECES = ["", "- ", "&a ", "${", "???", "../", "null", "_global_", *"\n :@['\t\0~"]
 TOKENS = [
     "model=resnet50",
     "+data=digits",
@@ -76,10 +59,7 @@ def outcome(texts, argv):
     folder = Path("mutated")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    for name, text in texts.items():
-        path = folder / f"{name}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    write({f"{folder}/{name}": text for name, text in texts.items()})
     sources = [f"--cfg={folder / 'my.yaml'}"] if "my" in texts else []
     try:
         loaded = load_config([*sources, f"--config-dir={folder}", *argv])

@@ -9,6 +9,8 @@ import pytest
 from linnaeus.config import values
 from tests.helpers.configs import load
 
+FORMAT = "%Y-%m-%d_%H-%M-%S-%f"
+
 
 @pytest.fixture(autouse=True)
 def _new_moment():
@@ -18,20 +20,20 @@ def _new_moment():
 
 
 def test_now_is_one_moment_of_the_process():
-    config = load(
-        "EXPERIMENT.NAME=${now:%Y-%m-%d_%H-%M-%S-%f}",
-        "MODEL.KWARGS.at=[${now:%f}]",
-    )
-    moment = datetime.strptime(config.EXPERIMENT.NAME, "%Y-%m-%d_%H-%M-%S-%f")
-    assert {"at": [moment.strftime("%f")]} == config.MODEL.KWARGS
-    assert f"{moment:%f}" == load("EXPERIMENT.NAME=${now:%f}").EXPERIMENT.NAME
-    assert load(r"EXPERIMENT.NAME=\${now:%f}").EXPERIMENT.NAME == "${now:%f}"
+    argv = (f"EXPERIMENT.NAME=${{now:{FORMAT}}}", "MODEL.KWARGS.at=[${now:%f}]")
+    config = load(*argv)
+    moment = datetime.strptime(config.EXPERIMENT.NAME, FORMAT)
+    assert {"at": [f"{moment:%f}"]} == config.MODEL.KWARGS
+    assert load(*argv) == config
 
 
 def test_the_moment_of_ranks_is_that_of_their_torchrun(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    for name, value in (
+        ("WORLD_SIZE", "2"),
+        ("TORCHELASTIC_RUN_ID", "x"),
+        ("GROUP_WORLD_SIZE", "1"),
+    ):
+        monkeypatch.setenv(name, value)
     started = datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())
-    found = load("EXPERIMENT.NAME=${now:%Y-%m-%d_%H-%M-%S-%f}").EXPERIMENT.NAME
-    assert f"{started:%Y-%m-%d_%H-%M-%S-%f}" == found  # that of the parent, and not of this process
+    found = load(f"EXPERIMENT.NAME=${{now:{FORMAT}}}").EXPERIMENT.NAME
+    assert f"{started:{FORMAT}}" == found  # that of the parent, and not of this process

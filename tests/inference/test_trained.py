@@ -3,6 +3,7 @@ import torch
 
 import linnaeus
 from linnaeus.inference.trained import load_run
+from tests.helpers.runs import assert_same_bits
 from tests.helpers.trained import BIRDS, randomise, save_checkpoint, save_run, spec_of
 
 
@@ -20,9 +21,10 @@ def test_best_last_and_files_are_found(folder):
     best, last = first_weight(folder), first_weight(folder, checkpoint="last")
     assert best != last
     assert first_weight(folder, checkpoint="best.pt") == best
-    assert first_weight(folder, checkpoint="checkpoints/last.pt") == last
-    assert first_weight(folder / "checkpoints" / "last.pt") == last
-    assert first_weight(folder, checkpoint=str(folder / "checkpoints" / "last.pt")) == last
+    file = folder / "checkpoints" / "last.pt"
+    for name in ("checkpoints/last.pt", str(file)):
+        assert first_weight(folder, checkpoint=name) == last
+    assert first_weight(file) == last
 
 
 def test_what_a_run_offers(folder):
@@ -33,9 +35,9 @@ def test_what_a_run_offers(folder):
     assert run.classes == {level.name: level.classes for level in BIRDS.levels}
     assert run.transform(torch.zeros(3, 50, 60, dtype=torch.uint8)).shape == (3, 32, 32)
     assert not run.model.training
-    words = ("best.pt", "test_resnet", "order", "species", "cpu")
-    assert [word for word in words if word not in run.description or word not in repr(run)] == []
-    assert "crop_fraction=0.9" in repr(run.transform)
+    for word in ("best.pt", "test_resnet", "order", "species", "cpu"):
+        assert word in run.description
+        assert word in repr(run)
 
 
 def test_an_unknown_argument_of_predict_is_named(folder):
@@ -49,20 +51,17 @@ def test_a_moved_folder_and_a_checkpoint_alone(tmp_path):
     expected = first_weight(folder)
     moved = folder.rename(tmp_path / "elsewhere")
     assert first_weight(moved) == expected
-    alone = tmp_path / "model.pt"
-    (moved / "checkpoints" / "best.pt").rename(alone)
+    alone = (moved / "checkpoints" / "best.pt").rename(tmp_path / "model.pt")
     assert first_weight(alone) == expected
     assert load_run(alone, device="cpu").folder is None
 
 
 def test_the_average_of_the_weights_is_preferred(tmp_path):
     spec = spec_of()
-    states = []
-    for seed in range(2):
-        model = spec.build()
-        randomise(model, seed)
-        states.append(model.state_dict())
-    save_checkpoint(tmp_path / "a.pt", spec, {"model": states[0], "ema": {"module": states[1]}})
-    loaded = load_run(tmp_path / "a.pt", device="cpu").model.state_dict()
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in loaded.items())
-    assert not all(torch.equal(tensor, states[0][name]) for name, tensor in loaded.items())
+    model, average = spec.build(), spec.build()
+    randomise(average, 1)
+    state = {"model": model.state_dict(), "ema": {"module": average.state_dict()}}
+    save_checkpoint(tmp_path / "a.pt", spec, state)
+    assert_same_bits(
+        load_run(tmp_path / "a.pt", device="cpu").model.state_dict(), average.state_dict()
+    )

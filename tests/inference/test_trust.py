@@ -13,15 +13,16 @@ from safetensors.torch import save_file
 from linnaeus.config.instantiate import call_target
 from linnaeus.inference.trained import load_run
 from linnaeus.runtime.errors import ConfigError, LinnaeusError, TrustError
+from tests.helpers.runs import SMALL
 from tests.helpers.trained import Flat, save_checkpoint, save_run, spec_of, write_images
 
-MARK = "mark.txt"
+MARK = Path("mark.txt")
 """What hostile code leaves in the current folder."""
 
 
 def mark(*_, **__):
     """A function that anybody can import, and that does harm."""
-    return str(Path(MARK).write_text("run"))
+    return str(MARK.write_text("run"))
 
 
 def flat(num_classes, in_chans, img_size):
@@ -50,13 +51,12 @@ SHELL = {
 }
 WRITE = {
     "_target_": "pathlib.Path.write_text",
-    "_args_": [{"_target_": "pathlib.Path", "_args_": [MARK]}, "x"],
+    "_args_": [{"_target_": "pathlib.Path", "_args_": ["mark.txt"]}, "x"],
 }
 ALIAS = {**WRITE, "_target_": f"{__name__}.Path.write_text"}
 FLAT = {"_target_": f"{Flat.__module__}.Flat"}
 TIMM = {"NAME": "test_resnet", "HEAD": "independent"}
 NESTED = {
-    "an argument": {**FLAT, "extra": OWN},
     "a list": {**FLAT, "extra": [1, [OWN]]},
     "a mapping": {**FLAT, "extra": {"a": {"b": OWN}}},
     "_args_": {**FLAT, "_args_": [OWN]},
@@ -66,18 +66,13 @@ NESTED = {
     "KWARGS": {**TIMM, "KWARGS": {"act_layer": OWN}},
     "LORA": {**TIMM, "LORA": {"RANK": 1, "ALPHA": OWN}},
 }
-TOP = {
-    "a function": OWN,
-    "a class": {"_target_": f"{__name__}.Harmful"},
-    "a _partial_": {**OWN, "_partial_": True},
-}
+HARMFUL = {"_target_": f"{__name__}.Harmful"}
 
 
 def as_checkpoint(node):
     """A checkpoint that has this MODEL node."""
-    save_checkpoint(
-        Path("evil.pt"), spec_of(node=node, size=(4, 4)), {"model": {"w": torch.ones(1)}}
-    )
+    spec = spec_of(node=node, size=(4, 4))
+    save_checkpoint(Path("evil.pt"), spec, {"model": {"w": torch.ones(1)}})
     return Path("evil.pt")
 
 
@@ -95,16 +90,10 @@ def as_folder(node):
     return Path("evil")
 
 
-OTHER_FORMS = [as_safetensors, as_folder]
-
-
-def in_forms(nodes):
+def in_forms(first, *rest):
     """All nodes in a checkpoint, and the first one in the other forms of a file."""
-    first, *rest = nodes
-    cases = [(as_checkpoint, first), *((form, first) for form in OTHER_FORMS)]
-    return pytest.mark.parametrize(
-        ("form", "node"), cases + [(as_checkpoint, node) for node in rest]
-    )
+    cases = [(form, first) for form in (as_checkpoint, as_safetensors, as_folder)]
+    return pytest.mark.parametrize(("form", "node"), [*cases, *((as_checkpoint, n) for n in rest)])
 
 
 @pytest.fixture(autouse=True)
@@ -112,60 +101,51 @@ def _empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def is_marked():
-    return Path(MARK).exists()
-
-
-@pytest.mark.parametrize("node", [OWN, SHELL, WRITE, ALIAS, *TOP.values(), NESTED["a list"]])
+@pytest.mark.parametrize("node", [OWN, SHELL, WRITE, ALIAS, HARMFUL, NESTED["a list"]])
 def test_the_code_of_these_tests_does_harm_when_called(node):
     """A negative control of all tests below."""
     offer = {"num_classes": {"a": 1}, "in_chans": 1, "img_size": (1, 1)}
     call_target(node, "MODEL", offer={} if node in (SHELL, WRITE, ALIAS) else offer)
-    assert is_marked()
+    assert MARK.exists()
 
 
-@in_forms([SHELL, WRITE, ALIAS, *TOP.values(), *NESTED.values()])
+@in_forms(SHELL, WRITE, ALIAS, OWN, HARMFUL, {**OWN, "_partial_": True}, *NESTED.values())
 def test_a_file_calls_nothing_without_consent(form, node):
     path = form(node)
     with pytest.raises(TrustError) as caught:
         load_run(path, device="cpu")
-    assert caught.value.exit_code == 2
     named = node.get("_target_", OWN["_target_"])
     file = "evil/checkpoints/best.pt" if path.is_dir() else path.name
     assert [word for word in (named, file) if word not in str(caught.value)] == []
-    assert not is_marked()
+    assert not MARK.exists()
 
 
-@in_forms([SHELL, WRITE, ALIAS, TOP["a class"]])
+@in_forms(SHELL, WRITE, ALIAS, HARMFUL)
 def test_no_file_calls_python_or_linnaeus_with_consent(form, node):
     """Nor a class that is no module."""
     with pytest.raises(TrustError):
         load_run(form(node), device="cpu", trust_code=True)
-    assert not is_marked()
+    assert not MARK.exists()
 
 
 @pytest.mark.parametrize("node", NESTED.values(), ids=NESTED.keys())
 def test_arguments_of_safetensors_call_nothing_with_consent(node):
     with pytest.raises(TrustError):
         load_run(as_safetensors(node), device="cpu", trust_code=True)
-    assert not is_marked()
+    assert not MARK.exists()
 
 
-def test_consent_calls_what_the_file_names():
+@pytest.mark.parametrize("node", [OWN, NESTED["a mapping"]])
+def test_consent_calls_what_the_file_names(node):
     """The word is no ornament: with it, a function that can be imported runs, and has to give a module."""
-    with pytest.raises(ConfigError, match=r"nn\.Module"):
-        load_run(as_checkpoint(OWN), device="cpu", trust_code=True)
-    assert is_marked()
-    Path(MARK).unlink()
     with pytest.raises(LinnaeusError):
-        load_run(as_checkpoint(NESTED["a mapping"]), device="cpu", trust_code=True)
-    assert is_marked()
+        load_run(as_checkpoint(node), device="cpu", trust_code=True)
+    assert MARK.exists()
 
 
 @pytest.mark.parametrize(
     "node",
     [
-        FLAT,
         {"_target_": f"{__name__}.flat"},
         {**FLAT, "extra": {"_target_": "collections.OrderedDict", "a": 1}},
         {**FLAT, "extra": {"_target_": "hydra.utils.get_class", "path": "torch.nn.GELU"}},
@@ -174,25 +154,29 @@ def test_consent_calls_what_the_file_names():
 def test_a_model_of_ones_own_opens_with_consent(run, node):
     save_run(Path("own"), spec_of(node=node, size=(4, 4)))
     (photo,) = write_images(Path("photos"), 1)
-    outcome = run("predict", "own", str(photo), "--device", "cpu")
+    predict = ("predict", "own", str(photo), "--device", "cpu")
+    outcome = run(*predict)
     assert (outcome.code, "--trust-code" in outcome.err) == (2, True)
-    assert run("predict", "own", str(photo), "--device", "cpu", "--trust-code").code == 0
-    opened = load_run("own", device="cpu", trust_code=True)
-    assert isinstance(opened.model, Flat)
-    if "extra" not in node:
-        assert opened.export("safetensors", "own.safetensors").difference == 0
-        assert run("predict", "own.safetensors", str(photo), "--device", "cpu").code == 2
-        again = load_run("own.safetensors", device="cpu", trust_code=True)
-        assert repr(again.predict(photo)) == repr(opened.predict(photo))
+    assert run(*predict, "--trust-code").code == 0
+    assert isinstance(load_run("own", device="cpu", trust_code=True).model, Flat)
 
 
-def test_texts_of_a_file_are_no_interpolations(monkeypatch):
+def test_safetensors_of_a_model_of_ones_own_need_consent():
+    opened = load_run(save_run(Path("own"), spec_of(node=FLAT, size=(4, 4))), trust_code=True)
+    file = opened.export("safetensors", "own.safetensors").path
+    with pytest.raises(TrustError):
+        load_run(file)
+    again, (photo,) = load_run(file, trust_code=True), write_images(Path("photos"), 1)
+    assert repr(again.predict(photo)) == repr(opened.predict(photo))
+
+
+@pytest.mark.parametrize("form", [list, tuple, lambda texts: {"a": {"b": texts}}])
+def test_texts_of_a_file_are_no_interpolations(monkeypatch, form):
     monkeypatch.setenv("SECRET", "hunter2")
-    texts = ["${oc.env:SECRET}", r"\${oc.env:SECRET}", "a${b}${oc.env:SECRET}"]
-    for number, extra in enumerate((texts, tuple(texts), {"a": {"b": texts}})):
-        folder = save_run(Path(f"{number}"), spec_of(node={**FLAT, "extra": extra}, size=(4, 4)))
-        model = load_run(folder, device="cpu", trust_code=True).model
-        assert model.extra == (list(extra) if isinstance(extra, tuple) else extra)
+    extra = form(["${oc.env:SECRET}", r"\${oc.env:SECRET}", "a${b}${oc.env:SECRET}"])
+    folder = save_run(Path("run"), spec_of(node={**FLAT, "extra": extra}, size=(4, 4)))
+    model = load_run(folder, device="cpu", trust_code=True).model
+    assert model.extra == (list(extra) if isinstance(extra, tuple) else extra)
 
 
 # Names that would be fetched.
@@ -211,14 +195,16 @@ def asked(monkeypatch):
     return hosts
 
 
-@in_forms(["hf-hub:someone/model", "hf_hub:a/b", "local-dir:/tmp", "x:y"])
+@in_forms("hf-hub:someone/model", "hf_hub:a/b", "local-dir:/tmp", "x:y")
 def test_a_file_names_no_place_to_fetch_a_model_from(form, node, asked):
     path = form({**TIMM, "NAME": node})
     for trust_code in (False, True):
-        with pytest.raises(TrustError) as caught:
+        with pytest.raises(TrustError, match=node):
             load_run(path, device="cpu", trust_code=trust_code)
-        assert node in str(caught.value)
     assert asked == []
+
+
+PLACES = {"file": "weights.pt", "hf_hub_id": "a/b", "url": "http://a/b"}
 
 
 @pytest.mark.parametrize(
@@ -226,12 +212,8 @@ def test_a_file_names_no_place_to_fetch_a_model_from(form, node, asked):
     [
         {"PRETRAINED": True},
         {"WEIGHTS": "weights.pt"},
-        {
-            "KWARGS": {
-                "pretrained_cfg": {"file": "weights.pt", "hf_hub_id": "a/b", "url": "http://a/b"}
-            }
-        },
-        {"KWARGS": {"pretrained_cfg_overlay": {"file": "weights.pt", "hf_hub_id": "a/b"}}},
+        {"KWARGS": {"pretrained_cfg": PLACES}},
+        {"KWARGS": {"pretrained_cfg_overlay": PLACES}},
     ],
 )
 def test_weights_that_a_file_names_are_not_read(more, asked):
@@ -241,8 +223,7 @@ def test_weights_that_a_file_names_are_not_read(more, asked):
     content["model_spec"]["model"] |= more
     torch.save(content, "run/checkpoints/best.pt")
     load_run("run", device="cpu")
-    assert not is_marked()
-    assert asked == []
+    assert (MARK.exists(), asked) == (False, [])
 
 
 @pytest.mark.parametrize("argument", [{"pretrained": True}, {"checkpoint_path": "weights.pt"}])
@@ -250,12 +231,11 @@ def test_arguments_that_load_weights_are_refused(argument, asked):
     torch.save(Reduced(), "weights.pt")
     with pytest.raises(ConfigError):
         load_run(as_checkpoint({**TIMM, "KWARGS": argument}), device="cpu", trust_code=True)
-    assert not is_marked()
-    assert asked == []
+    assert (MARK.exists(), asked) == (False, [])
 
 
 @pytest.mark.parametrize(
-    "node", [{**TIMM, "LORA": {"RANK": 1, "a": 2}}, {"NAME": 7}, {**TIMM, "KWARGS": 3}, {}, 5]
+    "node", [{**TIMM, "LORA": {"RANK": 1, "a": 2}}, {"NAME": 7}, {**TIMM, "KWARGS": 3}, 5]
 )
 def test_an_odd_model_is_one_clear_error(node):
     content = spec_of().as_dict() | {"model": node}
@@ -267,10 +247,13 @@ def test_an_odd_model_is_one_clear_error(node):
 # The configuration of a run.
 
 
+IMAGES = {"DATASET": {"NAME": "imagefolder", "ROOT": "data"}, "IMG_SIZE": 32}
+
+
 def with_config(**nodes):
     """A run of timm on a folder of images, with these nodes in its `config.yaml` and in its checkpoint."""
     write_images(Path("data/val/Passeriformes/Sitta"), 2)
-    config = {"DATA": {"DATASET": {"NAME": "imagefolder", "ROOT": "data"}, "IMG_SIZE": 32}} | nodes
+    config = {"DATA": IMAGES} | nodes
     folder = save_run(Path("run"), spec_of(), config=config)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder
@@ -282,7 +265,6 @@ DATA = {"DATASET": {"_target_": f"{__name__}.mark", "split": "val"}, "IMG_SIZE":
 BUILT = {
     "a dataset": {"DATA": DATA},
     "in a dataset": {"DATA": {"DATASET": {"_target_": "torch.utils.data.Dataset", "x": [OWN]}}},
-    "a partial in a dataset": {"DATA": {"DATASET": {**OWN, "x": {**OWN, "_partial_": True}}}},
     "a loss": {"LOSS": OWN},
     "in a loss": {"LOSS": {"_target_": "torch.nn.CrossEntropyLoss", "weight": OWN}},
 }
@@ -292,62 +274,56 @@ BUILT = {
 def test_a_run_calls_its_dataset_and_loss_with_consent(run, nodes):
     with_config(**nodes)
     outcome = run(*EVALUATE)
-    assert (outcome.code, is_marked()) == (2, False), outcome.err
+    assert (outcome.code, MARK.exists()) == (2, False), outcome.err
     assert all(word in outcome.err for word in ("run/config.yaml", "--trust-code"))
     run(*EVALUATE, "--trust-code")
-    assert is_marked()
-    Path(MARK).unlink()
+    assert MARK.exists()
+    MARK.unlink()
     Path("run/config.yaml").unlink()  # what the checkpoint says is a file's word too
     outcome = run(*EVALUATE)
-    assert (outcome.code, "best.pt" in outcome.err, is_marked()) == (2, True, False), outcome.err
+    assert (outcome.code, "best.pt" in outcome.err, MARK.exists()) == (2, True, False), outcome.err
 
 
 @pytest.mark.parametrize("node", [SHELL, WRITE, ALIAS])
 def test_no_configuration_of_a_run_calls_python(run, node):
     with_config(DATA={"DATASET": node}, LOSS=node)
     assert run(*EVALUATE, "--trust-code").code == 2
-    assert not is_marked()
+    assert not MARK.exists()
 
 
-def test_callbacks_and_optimizer_of_a_run_are_never_called(run):
-    """Neither is needed, so they need no consent."""
-    with_config(TRAIN={"CALLBACKS": [OWN]}, OPTIMIZER=OWN, MODEL=OWN)
-    for command in (EVALUATE, EXPORT):
-        for words in ([], ["--trust-code"]):
-            outcome = run(*command, *words)
-            assert (outcome.code, is_marked()) == (0, False), outcome.err
-
-
-def test_an_export_needs_no_dataset_of_the_run(run):
-    with_config(DATA=DATA)
+@pytest.mark.parametrize(
+    ("command", "nodes"),
+    [
+        (EVALUATE, {"TRAIN": {"CALLBACKS": [OWN]}, "OPTIMIZER": OWN, "MODEL": OWN}),
+        (EVALUATE, {"DATA": {**IMAGES, "AUGMENT": {"TRAIN": [OWN]}}}),
+        (EXPORT, {"DATA": DATA}),
+    ],
+)
+def test_what_a_command_does_not_need_is_never_called(run, command, nodes):
+    """And needs no consent."""
+    with_config(**nodes)
     for words in ([], ["--trust-code"]):
-        assert run(*EXPORT, *words).code == 0
-    assert not is_marked()
+        outcome = run(*command, *words)
+        assert (outcome.code, MARK.exists()) == (0, False), outcome.err
 
 
 def test_what_the_user_types_needs_no_consent(run):
     with_config()
     run(*EVALUATE, f"DATA.DATASET._target_={__name__}.mark", "DATA.DATASET.split=val")
-    assert is_marked()
+    assert MARK.exists()
 
 
-def test_a_run_has_no_interpolations_and_no_defaults(run, monkeypatch):
+@pytest.mark.parametrize("more", ["TRAIN: {AMP: '${oc.env:SECRET}'}", "defaults: [other]"])
+def test_a_run_has_no_interpolations_and_no_defaults(run, monkeypatch, more):
     monkeypatch.setenv("SECRET", "hunter2")
     Path("other.yaml").write_text("DATA: {DATASET: {ROOT: hunter2}}")
-    folder = with_config()
-    text = (folder / "config.yaml").read_text()
-    for more in (
-        "TRAIN: {AMP: '${oc.env:SECRET}'}",
-        "SCHEDULE: {a: ['${oc.env:SECRET}']}",
-        "defaults: [other]",
-    ):
-        (folder / "config.yaml").write_text(f"{text}\n{more}\n")
-        outcome = run(*EVALUATE)
-        assert (outcome.code, "hunter2" in outcome.err + outcome.out) == (2, False)
-    escaped = text.replace("ROOT: data", r"ROOT: data\${oc.env:SECRET}")
-    assert escaped != text
-    (folder / "config.yaml").write_text(escaped)
-    assert "ROOT: data\\${oc.env:SECRET}" in run(*EVALUATE, "--print-config").out
+    file = with_config() / "config.yaml"
+    text = file.read_text()
+    file.write_text(f"{text}\n{more}\n")
+    outcome = run(*EVALUATE)
+    assert (outcome.code, "hunter2" in outcome.err + outcome.out) == (2, False)
+    file.write_text(text.replace("ROOT: data", r"ROOT: data\${oc.env:SECRET}"))
+    assert r"ROOT: data\${oc.env:SECRET}" in run(*EVALUATE, "--print-config").out
 
 
 # Files that are data alone.
@@ -358,31 +334,13 @@ def test_yaml_makes_no_objects(run, command):
     folder = with_config()
     (folder / "config.yaml").write_text(f"DATA: !!python/object/apply:os.system ['echo > {MARK}']")
     run(*command)
-    assert not is_marked()
-
-
-def test_compare_reads_a_hostile_run(run):
-    folder = with_config(**BUILT["a dataset"], LOSS=OWN, MODEL=OWN)
-    (folder / "metrics.jsonl").write_text('{"split": "val", "epoch": 1, "step": 1, "loss": 1.0}\n')
-    assert run("compare", str(folder)).code == 0
-    assert not is_marked()
-
-
-TRAIN = (
-    "EXPERIMENT.NAME=small",
-    "EXPERIMENT.DEVICE=cpu",
-    "MODEL.NAME=test_resnet",
-    "DATA.DATASET={NAME: synthetic, NUM_SAMPLES: 32, NUM_SAMPLES_VAL: 16}",
-    "DATA.IMG_SIZE=32",
-    "DATA.BATCH_SIZE=16",
-    "DATA.NUM_WORKERS=0",
-)
+    assert not MARK.exists()
 
 
 def spoil(file):
     """Name hostile code wherever a checkpoint may name a class."""
     content = torch.load(file, weights_only=True)
-    content["model_spec"]["model"] = {**OWN, "LORA": {**OWN}}
+    content["model_spec"]["model"] = {**OWN, "LORA": OWN}
     content["config"]["MODEL"] |= OWN
     content["config"]["DATA"]["DATASET"] = OWN
     content["config"]["TRAIN"]["CALLBACKS"] = [OWN]
@@ -391,26 +349,21 @@ def spoil(file):
 
 
 def test_resuming_and_weights_run_no_code(run):
-    assert run("train", *TRAIN, "TRAIN.EPOCHS=1").code == 0
+    assert run("train", *SMALL).code == 0
     folder = Path("runs/small")
-    for file in (folder / "checkpoints").glob("*.pt"):
+    last = folder / "checkpoints/last.pt"
+    for file in (last, folder / "checkpoints/best.pt"):
         spoil(file)
     (folder / "config.yaml").write_text(yaml.safe_dump({"MODEL": OWN, "LOSS": OWN}))
-    weights = ("MODEL.WEIGHTS=runs/small", "EXPERIMENT.NAME=next", "TRAIN.EPOCHS=1")
-    outcome = run("train", *TRAIN, *weights)
-    assert (outcome.code, is_marked()) == (0, False), outcome.err
-    outcome = run("train", *TRAIN, "TRAIN.EPOCHS=2", "TRAIN.AUTO_RESUME=True")
-    assert (outcome.code, is_marked()) == (0, False), outcome.err
-    content = torch.load(folder / "checkpoints/best.pt", weights_only=True)
-    content["model_spec"]["model"] = {"LORA": {"RANK": 1, **OWN}}
-    torch.save(content, "odd.pt")
-    assert run("train", *TRAIN, "MODEL.WEIGHTS=odd.pt", "EXPERIMENT.NAME=odd").code == 2
-    assert not is_marked()
+    resume = ("TRAIN.EPOCHS=3", "TRAIN.AUTO_RESUME=True")
+    for words in (("MODEL.WEIGHTS=runs/small", "EXPERIMENT.NAME=next"), resume):
+        outcome = run("train", *SMALL, *words)
+        assert (outcome.code, MARK.exists()) == (0, False), outcome.err
     torch.save({"state": Reduced()}, "pickle.pt")
-    outcome = run("train", *TRAIN, "MODEL.WEIGHTS=pickle.pt", "EXPERIMENT.NAME=third")
-    assert (outcome.code, is_marked()) == (2, False), outcome.err
-    (folder / "checkpoints/last.pt").write_bytes(Path("pickle.pt").read_bytes())
-    run("train", *TRAIN, "TRAIN.EPOCHS=3", "TRAIN.AUTO_RESUME=True")
-    assert not is_marked()
+    last.write_bytes(Path("pickle.pt").read_bytes())
+    weights = ("MODEL.WEIGHTS=pickle.pt", "EXPERIMENT.NAME=third")
+    assert run("train", *SMALL, *weights).code == 2
+    run("train", *SMALL, *resume, "TRAIN.EPOCHS=4")
+    assert not MARK.exists()
     torch.load("pickle.pt", weights_only=False)
-    assert is_marked(), "a negative control"
+    assert MARK.exists(), "a negative control"

@@ -1,24 +1,19 @@
 """Whole analyses through the command line, where memory really limits the size."""
 
 import json
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from tests.helpers.ledger import held_bytes
-from tests.helpers.predictions import MEASURED, MIB, NARROW, SVG, content_of
+from tests.helpers.predictions import MEASURED, MIB, NARROW, content_of
 from tests.helpers.runs import SMALL
 
 
-def device_mib(room_mib):
-    """The memory of a device with so much more than this process holds."""
-    return held_bytes() / MIB + 100 + room_mib  # 100: what libraries still load
-
-
-def limit(total_mib):
-    """The key for a device with so much memory."""
-    return (f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={total_mib / 1024:.4f}",)
+def limit(room_mib):
+    """The key for a device with so much more memory than this process holds, and that memory in MiB."""
+    total_mib = held_bytes() / MIB + 100 + room_mib  # 100: what libraries still load
+    return f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={total_mib / 1024:.4f}", total_mib
 
 
 @pytest.mark.usefixtures("few_timed_steps")
@@ -26,7 +21,7 @@ def limit(total_mib):
 def test_many_fractions_cost_little_more_than_one(run, tmp_path):
     """The fractions leave half, three quarters and all of the room, however much this process holds."""
     room_mib = 320
-    total = device_mib(room_mib)
+    key, total = limit(room_mib)
     fractions = [round(1 - unused * room_mib / total, 4) for unused in (0.5, 0.25, 0)]
     outcome = run(
         "analyze",
@@ -36,9 +31,7 @@ def test_many_fractions_cost_little_more_than_one(run, tmp_path):
         "--fractions",
         ",".join(map(str, fractions)),
         "DATA.AUTOBATCH.STEPS_PER_TRIAL=1",
-        *limit(total),
-        "--plot",
-        "sizes.svg",
+        key,
     )
     found = content_of(outcome, tmp_path / "batch_sizes.json")
     assert [(row["mode"], row["memory_fraction"]) for row in found["results"]] == [
@@ -55,18 +48,7 @@ def test_many_fractions_cost_little_more_than_one(run, tmp_path):
         for row in rows:
             assert (row["limited_by"], row["reason"]) == ("memory", None)
             assert row["peak_bytes"] <= row["budget_bytes"]
-            assert row["samples_per_s"] > 0
     assert found["results"][2]["certified"]
-    assert found["interrupted"] is False
-    check_svg((tmp_path / "sizes.svg").read_text(), found)
-
-
-def check_svg(text, found):
-    labels = {
-        "".join(text.itertext()).strip() for text in ElementTree.fromstring(text).iter(f"{SVG}text")
-    }
-    for row in found["results"]:
-        assert f"{row['memory_fraction']:.0%}: {row['batch_size']}" in labels
 
 
 @pytest.mark.usefixtures("few_timed_steps")
@@ -75,17 +57,14 @@ def test_a_whole_analysis(run, tmp_path):
     outcome = run(
         "analyze",
         *NARROW,
-        "--fractions",
-        "0.8,0.9",
+        "--fractions=0.8,0.9",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE=2",
-        "--variants",
-        "bf16,checkpointing,channels_last",
+        "--variants=bf16,checkpointing,channels_last",
         "TRAIN.AMP=bf16",
         "DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=6000",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=7000",
-        "--plot",
-        "a.svg",
-        *limit(device_mib(2000)),  # whatever else is in use on the machine
+        "--plot=a.svg",
+        limit(2000)[0],  # whatever else is in use on the machine
     )
     found = content_of(outcome, tmp_path / "batch_sizes.json")
     rows = [row for row in found["results"] if row["variant"] == "as configured"]
@@ -96,10 +75,8 @@ def test_a_whole_analysis(run, tmp_path):
         ("val", 0.9, None),
     ]
     for row in rows[:2]:
-        assert row["limited_by"] == "max_batch_size"
+        assert (row["limited_by"], row["relative_speed"]) == ("max_batch_size", 1)
         assert 0 < row["peak_bytes"] <= row["budget_bytes"]
-        assert row["samples_per_s"] > 0
-        assert row["relative_speed"] == 1
     assert sum(len(row["trials"]) for row in rows) <= 4
     assert all("MIN_BATCH_SIZE_VAL" in row["reason"] for row in rows[2:])
     others = {row["variant"]: row for row in found["results"] if row["mode"] == "train"}
@@ -110,7 +87,6 @@ def test_a_whole_analysis(run, tmp_path):
     changed = others["channels_last"]
     assert (changed["batch_size"], changed["reason"]) == (2, None)
     assert changed["relative_speed"] == changed["samples_per_s"] / rows[1]["samples_per_s"]
-    environment = found["environment"]
     expected = {
         "device": "cpu",
         "torch": torch.__version__,
@@ -122,34 +98,19 @@ def test_a_whole_analysis(run, tmp_path):
         "parameters": 64 + 12,
         "ema": True,
     }
-    assert expected.items() <= environment.items()
-    assert environment["total_bytes"] > 2**30
+    assert expected.items() <= found["environment"].items()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "batch_sizes.json"]
 
 
 def test_ctrl_c_keeps_what_has_been_measured(run, tmp_path):
     """The model sends the signal in the second trial: two steps each, after seven that warm up."""
-    outcome = run(
-        "analyze",
-        *NARROW,
-        "MODEL.interrupt_at=11",
-        "--fractions",
-        "0.5,0.9",
-        "DATA.AUTOBATCH.MAX_BATCH_SIZE=500",
-        "--plot",
-        "a.svg",
-    )
-    assert outcome.code == 130
+    words = ("--fractions=0.5,0.9", "DATA.AUTOBATCH.MAX_BATCH_SIZE=500", "--plot=a.svg")
+    assert run("analyze", *NARROW, "MODEL.interrupt_at=11", *words).code == 130
     found = json.loads((tmp_path / "batch_sizes.json").read_text())
-    assert found["interrupted"] is True
     (row,) = found["results"]
-    assert (row["memory_fraction"], row["limited_by"], row["certified"]) == (
-        0.9,
-        "interrupted",
-        False,
-    )
+    assert (found["interrupted"], row["limited_by"]) == (True, "interrupted")
+    assert (row["memory_fraction"], row["certified"], row["batch_size"]) == (0.9, False, None)
     assert [trial["batch_size"] for trial in row["trials"]] == [16]
-    assert row["batch_size"] is None
     assert (tmp_path / "a.svg").exists()
 
 
@@ -158,14 +119,9 @@ def test_ctrl_c_keeps_what_has_been_measured(run, tmp_path):
 @pytest.mark.parametrize(("batch_size", "side"), [(8, 32), (2, 64)])
 def test_the_largest_side_of_a_batch(run, tmp_path, batch_size, side):
     """The model's memory follows the pixels of a batch: a fourth of the images have twice the side."""
-    outcome = run(
-        "analyze",
-        *SMALL,
-        "~MODEL",
-        "MODEL._target_=tests.training.test_img_size_schedule.Pixels",
-        *("--axis", "img_size", "--batch-size", str(batch_size), "--modes", "train"),
-        *("--fractions", "0.9"),
-    )
+    pixels = ("~MODEL", "MODEL._target_=tests.training.test_img_size_schedule.Pixels")
+    axis = ("--axis=img_size", f"--batch-size={batch_size}", "--modes=train", "--fractions=0.9")
+    outcome = run("analyze", *SMALL, *pixels, *axis)
     (row,) = content_of(outcome, tmp_path / "batch_sizes.json")["results"]
     assert (row["batch_size"], row["img_size"], row["limited_by"]) == (batch_size, side, "memory")
     assert row["samples_per_s"] > 0
@@ -173,5 +129,4 @@ def test_the_largest_side_of_a_batch(run, tmp_path, batch_size, side):
 
 def test_a_model_of_one_size_has_no_largest_side(run):
     outcome = run("analyze", *SMALL, "MODEL.NAME=mixer_s16_224", "--axis", "img_size")
-    assert outcome.code == 2
-    assert "  - --axis: " in outcome.err
+    assert (outcome.code, "  - --axis: " in outcome.err) == (2, True)

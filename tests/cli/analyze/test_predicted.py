@@ -44,10 +44,8 @@ def test_one_prediction_answers_for_several_devices(run):
         "analyze",
         *IMAGES,
         "--predict",
-        "--gpu",
-        "H100,NVIDIA GeForce RTX 4090,4",
-        "--fractions",
-        "0.5,0.9",
+        "--gpu=H100,NVIDIA GeForce RTX 4090,4",
+        "--fractions=0.5,0.9",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE=400000",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=400000",
         "DATA.DATASET.NUM_SAMPLES=400000",
@@ -76,7 +74,6 @@ def test_one_prediction_answers_for_several_devices(run):
         sizes = [row["batch_size"] for row in rows if row["mode"] == mode]
         assert all(small < large for small, large in zip(sizes[::2], sizes[1::2], strict=True))
         assert sizes[::2] == sorted(sizes[::2], reverse=True), "a larger device gives a larger size"
-    environment = found["environment"]
     expected = {
         "predicted": True,
         "margin": MARGIN,
@@ -86,15 +83,12 @@ def test_one_prediction_answers_for_several_devices(run):
         "ema": False,
         "image_size": [64, 64],
     }
-    assert expected.items() <= environment.items()
-    device = {"name": "4 GiB", "total_bytes": 4 * GIB, "base_mib": list(ANY_GPU_MIB)}
-    assert environment["devices"][2] == device
+    assert expected.items() <= found["environment"].items()
 
 
 def test_where_nothing_fits_at_all(run):
-    outcome = run("analyze", *WIDE, "--predict", "--gpu", "0.3", "--modes", "train")
-    assert outcome.code == 3
-    assert "Traceback" not in outcome.err
+    outcome = run("analyze", *WIDE, "--predict", "--gpu=0.3", "--modes=train")
+    assert (outcome.code, "Traceback" in outcome.err) == (3, False)
     rows = json.loads(Path("batch_sizes.json").read_text())["results"]
     assert {row["batch_size"] for row in rows} == {None}
 
@@ -109,14 +103,15 @@ def test_which_device_would_do():
 
 
 @pytest.mark.parametrize(
-    ("argv", "size", "limited_by"),
+    ("mode", "argv", "size", "limited_by"),
     [
-        ((*GROWING, "DATA.AUTOBATCH.MAX_BATCH_SIZE=3"), 6, "max_batch_size"),
-        ((*GROWING, "DATA.DATASET.length=64", "--world-size", "3"), 22, "dataset"),
+        ("val", ("DATA.AUTOBATCH.MAX_BATCH_SIZE=3",), 6, "max_batch_size"),
+        ("val", ("DATA.DATASET.length=64", "--world-size=3"), 22, "dataset"),
+        ("train", ("DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=10",), 500, "steps_per_epoch"),
     ],
 )
-def test_bounds(argv, size, limited_by):
-    row = row_of("val", *argv)
+def test_bounds(mode, argv, size, limited_by):
+    row = row_of(mode, *GROWING, *argv, gib=64)
     assert (row.batch_size, row.size_without_margin, row.limited_by) == (size, size, limited_by)
 
 
@@ -133,13 +128,6 @@ def test_sizes_are_multiples_and_a_limit_counts_as_the_memory():
     assert above.budget_bytes == free.budget_bytes
 
 
-def test_sizes_leave_an_epoch_its_optimizer_steps():
-    for least, expected in ((10, (500, "steps_per_epoch")), (1, (5000, "max_batch_size"))):
-        steps = f"DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH={least}"
-        row = row_of("train", *GROWING, steps, gib=64, fraction=1)
-        assert (row.batch_size, row.limited_by) == expected
-
-
 @pytest.mark.usefixtures("no_device")
 @pytest.mark.parametrize(("number", "code"), [(0, 0), (1, 3)])
 def test_a_batch_size_can_be_required(run, number, code):
@@ -154,25 +142,22 @@ def test_a_batch_size_can_be_required(run, number, code):
 def test_variants():
     """One thing changed in each row. What is so already, and a compiled model, has a reason instead."""
     names = "bf16,channels_last,checkpointing,compile,half_resolution"
-    argv = (
-        "--fractions",
-        "0.9",
-        "--modes",
-        "train",
+    options, config = parsed(
+        *IMAGES,
+        "--fractions=0.9",
+        "--modes=train",
+        f"--variants={names}",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE=64",
-        "--variants",
-        names,
+        "TRAIN.CHANNELS_LAST=True",
     )
-    options, config = parsed(*IMAGES, *argv, "TRAIN.CHANNELS_LAST=True")
     analysis = Analysis()
     predict_sizes(setup_of(options, config), options, analysis)
     rows = {row.variant: row for row in analysis.rows}
     assert [*rows] == ["as configured", *names.split(",")]
     assert [name for name, row in rows.items() if row.reason] == ["channels_last", "compile"]
-    peaks = {name: row.peak_bytes for name, row in rows.items() if row.peak_bytes is not None}
-    assert min(peaks, key=lambda name: peaks[name]) == "half_resolution"
-    assert max(peaks, key=lambda name: peaks[name]) == "as configured"
-    assert len({*peaks.values()}) == 4
+    peaks = {row.peak_bytes: name for name, row in rows.items() if row.peak_bytes is not None}
+    assert len(peaks) == 4
+    assert (peaks[min(peaks)], peaks[max(peaks)]) == ("half_resolution", "as configured")
 
 
 @pytest.mark.usefixtures("no_device")
@@ -182,14 +167,10 @@ def test_more_cards_that_share_a_model_take_no_smaller_batches(run):
         *DEEP,
         "DATA.DATASET.length=900000",
         "--predict",
-        "--gpu",
-        "1.5",
-        "--fractions",
-        "1",
-        "--sharding",
-        "full",
-        "--world-size",
-        "8,1,64,2",
+        "--gpu=1.5",
+        "--fractions=1",
+        "--sharding=full",
+        "--world-size=8,1,64,2",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE=100000",
     )
     rows = content_of(outcome)["results"]
@@ -197,7 +178,6 @@ def test_more_cards_that_share_a_model_take_no_smaller_batches(run):
     sizes = [row["batch_size"] for row in rows]
     assert sizes == sorted(sizes)
     assert 1.5 * sizes[0] < sizes[2]
-    assert "DIST.SHARDING full with one rank is the same as none" in outcome.out.replace("\n", " ")
     assert not torch.distributed.is_initialized()
     assert not hasattr(torch, "meta")
 
@@ -211,21 +191,6 @@ def test_sharding_saves_what_other_processes_hold():
     assert of_eight < of_ddp / 2
     assert peak("--world-size=16", "--sharding=hybrid") == of_eight, "two nodes, each with a copy"
     assert peak("--world-size=8", "--sharding=full", "DIST.PARAM_DTYPE=bf16") < of_eight
-
-
-@pytest.mark.parametrize(
-    ("argv", "least", "most"),
-    [
-        (("TRAIN.AMP=bf16", "TRAIN.CHANNELS_LAST=True"), 0.4, 0.8),
-        (("TRAIN.COMPILE=True", "TRAIN.DETERMINISTIC=True"), 1.0, 1.0),
-    ],
-)
-def test_the_step_is_that_of_the_configuration(argv, least, most):
-    """What 2048 samples reserve, against the plain configuration of the same model."""
-    plain, other = (
-        predicted("train", *IMAGES, *more).prediction.reserved_bytes(2048) for more in ((), argv)
-    )
-    assert least <= other / plain <= most
 
 
 def test_a_model_that_needs_numbers_while_it_is_built():

@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.predictions import NARROW, POINTS
 from tests.helpers.runs import SMALL
+from tests.helpers.small_runs import lines_of
 from tests.training.test_trainer import OVERFLOWING
 
 
@@ -26,14 +27,12 @@ def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run, tmp_path):
     found = json.loads((tmp_path / "learning_rates.json").read_text())
     rows = found["results"]
     assert 30 < len(rows) < 100, "it ends where training diverges"
-    assert "ended early: the smoothed loss" in outcome.out
     assert rows[0]["OPTIMIZER.LR"] == pytest.approx(1e-6 * 4)  # of 256 samples, for batches of 16
     assert rows[-1]["smoothed"] > 4 * min(row["smoothed"] for row in rows)
     lowest = min(rows, key=lambda row: row["smoothed"])
     assert lowest["smoothed"] < 0.7 * rows[0]["smoothed"]
     assert found["suggestion"] == pytest.approx(lowest["OPTIMIZER.LR"] / 10)
-    assert (tmp_path / "rates.svg").stat().st_size > 1000
-    assert not (tmp_path / "runs").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["learning_rates.json", "rates.svg"]
 
 
 @pytest.mark.parametrize(("amp", "num_rows"), [("fp16", 28), ("off", 30)])
@@ -44,7 +43,6 @@ def test_a_step_that_the_scaler_skips_is_left_out(run, tmp_path, monkeypatch, am
     outcome = run("analyze", *options, "--lr", "--output=a.json")
     assert outcome.code == 0, outcome.err
     assert len(json.loads((tmp_path / "a.json").read_text())["results"]) == num_rows
-    assert "ended early" not in outcome.out
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -73,11 +71,7 @@ def test_steps_are_those_of_training(run, tmp_path, monkeypatch):
         "DATA.DATASET.NUM_SAMPLES_VAL=8",
     )
     assert run(*options).code == 0
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()
-    ]
-    losses = [line["loss"] for line in lines if line["split"] == "train"]
+    losses = [line["loss"] for line in lines_of(tmp_path / "runs/small")]
     monkeypatch.setattr("linnaeus.cli.analyze.rates.FIRST", 1e-3)
     monkeypatch.setattr("linnaeus.cli.analyze.rates.LAST", 1.000001e-3)
     assert run("analyze", *options, "--lr", "--output=a.csv").code == 0

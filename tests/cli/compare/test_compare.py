@@ -1,11 +1,8 @@
 """Runs of all kinds side by side, from the files that they leave."""
 
 import json
-import shutil
 from pathlib import Path
 from xml.etree import ElementTree
-
-import pytest
 
 from linnaeus.cli.compare import find_runs, run_names
 from linnaeus.cli.plots import draw_runs
@@ -14,15 +11,13 @@ from linnaeus.runtime.run_folder import CLAIMS, Claim, Holder, move_aside
 from tests.helpers.consoles import plain_console
 from tests.helpers.run_files import config_text, planned_sweep, write_run, write_validations
 
-SVG = "{http://www.w3.org/2000/svg}"
-
 
 def lines_with(text, *words):
     return [line for line in text.splitlines() if all(word in line for word in words)]
 
 
-def comparison(tmp_path, *names, metric=None):
-    return compared([read_run(tmp_path / name) for name in names], names, metric)
+def comparison(tmp_path, *names):
+    return compared([read_run(tmp_path / name) for name in names], names)
 
 
 def table_of(runs, width=200):
@@ -30,6 +25,11 @@ def table_of(runs, width=200):
     console.width = width
     runs.show(console)
     return output.getvalue()
+
+
+def texts_of(picture):
+    texts = ElementTree.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}text")
+    return {(text.text or "").strip() for text in texts}
 
 
 def test_runs_started_by_hand_side_by_side(run, tmp_path):
@@ -40,31 +40,26 @@ def test_runs_started_by_hand_side_by_side(run, tmp_path):
     [heading] = lines_with(outcome.out, "LR", "SEED")
     assert "AMP" not in heading
     first, second = lines_with(outcome.out, "finished")
-    assert [cell.strip() for cell in first.split("│")[1:-1]] == [
-        "fast",
-        "1",
-        "0.2",
-        "16",
-        "0.8750",
-        "0.8750 @2",
-        "12.5",
-        "finished",
-    ]
-    assert "slow" in second
-    assert "0.5000 │ 0.7500 @2" in second
+    cells = [cell.strip() for cell in first.strip("│").split("│")]
+    assert "|".join(cells) == "fast|1|0.2|16|0.8750|0.8750 @2|12.5|finished"
+    assert lines_with(second, "slow", "0.5000 │ 0.7500 @2")
 
     content = json.loads((tmp_path / "a.json").read_text())
     assert content["differences"] == ["EXPERIMENT.SEED", "OPTIMIZER.LR"]
     assert content["metric"] == "top1/kind"
-    entry = content["runs"][1]
-    assert (entry["EXPERIMENT.SEED"], entry["OPTIMIZER.LR"]) == ("0", "0.1")
-    assert (entry["best top1/kind"], entry["best top1/kind epoch"]) == (0.75, 2)
-    assert entry["curve"] == [[1, 0.25], [2, 0.75], [3, 0.5]]
-    assert (entry["run"], entry["status"], entry["epoch"]) == ("slow", "finished", 3)
-    texts = {
-        text.text for text in ElementTree.parse(tmp_path / "a.svg").getroot().iter(f"{SVG}text")
+    expected = {
+        "run": "slow",
+        "status": "finished",
+        "epoch": 3,
+        "EXPERIMENT.SEED": "0",
+        "OPTIMIZER.LR": "0.1",
+        "best top1/kind": 0.75,
+        "best top1/kind epoch": 2,
+        "curve": [[1, 0.25], [2, 0.75], [3, 0.5]],
     }
-    assert {"slow", "fast", "learning curves", "best top1/kind", "training time (s)"} <= texts
+    assert expected.items() <= content["runs"][1].items()
+    drawn = {"slow", "fast", "learning curves", "best top1/kind", "training time (s)"}
+    assert drawn <= texts_of("a.svg")
 
 
 def test_runs_are_found_below_folders_by_patterns_and_once(tmp_path, monkeypatch):
@@ -79,28 +74,22 @@ def test_runs_are_found_below_folders_by_patterns_and_once(tmp_path, monkeypatch
 
     assert named("runs") == ["lr/LR=10", "lr/LR=2.5", "other"]
     assert named("runs/other", "runs/*", "runs/lr/LR=2.5") == ["other", "lr/LR=10", "lr/LR=2.5"]
-    assert named("runs/other") == ["other"]
 
 
 def test_a_run_that_a_later_one_moved_aside_is_left_out(run, tmp_path):
     """A run that was named so is not, nor is one whose folder is named."""
     for name in ("birds", "moths.2"):
         write_run(tmp_path / "runs" / name, f"EXPERIMENT.NAME={name}")
-    assert move_aside(Claim(tmp_path / "runs/birds"))[0] == tmp_path / "runs/birds.1"
+    move_aside(Claim(tmp_path / "runs/birds"))
     write_run(tmp_path / "runs/birds", "EXPERIMENT.NAME=birds")
 
     def compared_runs(*names):
         assert run("compare", *names, "--output", "a.json").code == 0
         content = json.loads((tmp_path / "a.json").read_text())
-        assert ("runs/birds.1" in str(content["notes"])) == (names == ("runs",))
-        return [row["run"] for row in content["runs"]]
+        return [row["run"] for row in content["runs"]], "runs/birds.1" in str(content["notes"])
 
-    assert compared_runs("runs") == ["birds", "moths.2"]
-    assert compared_runs("runs/birds.1", "runs/moths.2") == ["birds.1", "moths.2"]
-    shutil.rmtree("runs/birds")
-    shutil.rmtree("runs/moths.2")
-    outcome = run("compare", "runs")
-    assert (outcome.code, "runs/birds.1" in outcome.err) == (2, True)
+    assert compared_runs("runs") == (["birds", "moths.2"], True)
+    assert compared_runs("runs/birds.1", "runs/moths.2") == (["birds.1", "moths.2"], False)
 
 
 def test_rows_are_sorted(tmp_path):
@@ -110,20 +99,7 @@ def test_rows_are_sorted(tmp_path):
     found = comparison(tmp_path, *runs)
     for key, expected in (("metric", "bac"), ("-metric", "cab"), ("LR", "abc"), ("epoch", "bac")):
         found.sort(key)
-        assert [row.name for row in found.rows] == [*expected]
-
-
-@pytest.mark.parametrize(
-    ("argv", "is_noted"),
-    [("DATA.DATASET.NAME=synthetic", True), ("DATA.DATASET.NUM_SAMPLES=9", False)],
-)
-def test_metrics_of_different_data_are_not_compared_silently(tmp_path, argv, is_noted):
-    write_run(tmp_path / "a")
-    write_run(tmp_path / "b", argv)
-    assert (
-        any("DATA.DATASET.NAME" in note for note in comparison(tmp_path, "a", "b").notes)
-        == is_noted
-    )
+        assert "".join(row.name for row in found.rows) == expected
 
 
 PRESET = (
@@ -148,71 +124,49 @@ def test_keys_that_do_not_fit_are_named_below_the_table(run, tmp_path):
     named = hidden.partition(": ")[2].split(", ")
     shown = [cell.strip() for cell in heading.split("┃")[2:-1]]
     shown = shown[: shown.index("batch")]
-    assert len(shown) + len(named) == len(keys)
     for key, name in zip(keys, [*shown, *named], strict=True):
         assert key.endswith(name)
     assert len(heading) <= 120 < len(heading) + len(named[0]) + 3, "the next one does not fit"
-
-    runs = comparison(tmp_path / "runs", "a", "b")
-    assert "not shown" not in table_of(runs, 300), "all fit"
-    narrow = table_of(runs, 70)
-    assert [line for line in narrow.splitlines() if "not shown: " in line and named[-1] in line]
-
-
-@pytest.mark.parametrize("width", [80, 200])
-def test_a_narrow_terminal_wraps_texts_and_no_number(tmp_path, width):
-    """A long value is cut."""
-    write_run(tmp_path / "a", "MODEL.FREEZE=[backbone.conv1.weight,backbone.conv2.weight]")
-    write_run(tmp_path / "b", "TRAIN.EPOCHS=7", "OPTIMIZER.LR=0.2", "EXPERIMENT.SEED=1")
-    text = table_of(comparison(tmp_path, "a", "b"), width)
-    assert len(lines_with(text, "0.5000", "0.7500 @2", "12.5")) == 2
-    assert max(len(line) for line in text.splitlines() if "│" in line) <= width
+    assert "not shown" not in table_of(comparison(tmp_path / "runs", "a", "b"), 300), "all fit"
 
 
 def test_the_status_of_a_sweep_is_the_comparison_of_its_runs(run, tmp_path):
-    rates = ("0.1", "0.2", "0.3", "0.4")
-    planned_sweep("EXPERIMENT.NAME=rates", f"OPTIMIZER.LR={','.join(rates)}")
-    folders = {rate: tmp_path / f"runs/rates/OPTIMIZER.LR={rate}" for rate in rates}
-    for rate, folder in folders.items():
-        write_run(folder, f"OPTIMIZER.LR={rate}", finished=rate == "0.1")
-    for rate, code in (("0.2", 130), ("0.3", 143)):
-        claim = Claim(folders[rate])
+    folders = [tmp_path / f"runs/rates/OPTIMIZER.LR=0.{number}" for number in (1, 2, 3, 4)]
+    planned_sweep("EXPERIMENT.NAME=rates", "OPTIMIZER.LR=0.1,0.2,0.3,0.4")
+    for folder in folders:
+        write_run(folder, folder.name, finished=folder == folders[0])
+    for folder, code in zip(folders[1:3], (130, 143), strict=True):
+        claim = Claim(folder)
         claim.begin()
         claim.end(code, "stopped by SIGINT", pruned=code == 143)
         claim.release()
-    (folders["0.4"] / CLAIMS).mkdir()
+    (folders[3] / CLAIMS).mkdir()
     holder = {**vars(Holder.this_process()), "host": "node7", "boot": "", "pid": 12}
-    (folders["0.4"] / CLAIMS / "1").write_text(json.dumps(holder))
-    status, compared = run("sweep", "--status", "runs/rates"), run("compare", "runs/rates")
-    assert (status.code, status.err, status.out) == (0, "", compared.out)
-    for rate, text in zip(folders, ("finished", "interrupted", "pruned", "running"), strict=True):
-        assert text in lines_with(status.out, f"│ {rate} ")[0]
+    (folders[3] / CLAIMS / "1").write_text(json.dumps(holder))
+    status = run("sweep", "--status", "runs/rates")
+    assert (status.code, status.err, status.out) == (0, "", run("compare", "runs/rates").out)
+    for number, text in enumerate(("finished", "interrupted", "pruned", "running"), 1):
+        assert text in lines_with(status.out, f"│ 0.{number} ")[0]
     assert lines_with(status.out, "0.2", "SIGINT")
     assert lines_with(status.out, "0.4", "12", "node7")
 
 
 def picture_of(tmp_path, *names):
     draw_runs(comparison(tmp_path, *names), tmp_path / "a.svg")
-    return {
-        text.text or ""
-        for text in ElementTree.parse(tmp_path / "a.svg").getroot().iter(f"{SVG}text")
-    }
+    return texts_of(tmp_path / "a.svg")
 
 
 def test_names_in_tables_and_pictures_are_as_they_are(tmp_path):
     """What rich takes for markup, and matplotlib for mathematics or for a line without a label."""
     names = ["[a] :cat:", "[/b]", "_c", "$d$ $e$"]
     for name in names:
-        write_run(tmp_path / name)
-    assert not [name for name in names if name not in table_of(comparison(tmp_path, *names))]
-    assert {*names} <= {text.strip() for text in picture_of(tmp_path, *names)}
-    for rate in ("1e-1", "1e-2", "1e-4"):
-        write_run(tmp_path / rate, f"OPTIMIZER.LR={rate}", f"MODEL.FREEZE=[heads.{rate[-1]}]")
-    table = table_of(comparison(tmp_path, "1e-1", "1e-2", "1e-4"))
-    assert lines_with(table, '["heads.4"]')
+        write_run(tmp_path / name, f"MODEL.FREEZE=[heads.{len(name)}]")
+    table = table_of(comparison(tmp_path, *names))
+    assert not [name for name in [*names, '["heads.4"]'] if name not in table]
+    assert {*names} <= picture_of(tmp_path, *names)
 
 
-def test_a_picture_names_the_runs_and_draws_those_of_several_seeds_as_one(tmp_path):
+def test_a_picture_draws_runs_of_several_seeds_as_one(tmp_path):
     """A run without the metric stands in it too, and says so."""
     for seed in (0, 1):
         write_run(tmp_path / f"s{seed}", f"EXPERIMENT.SEED={seed}", "OPTIMIZER.LR=0.5")

@@ -10,50 +10,53 @@ from linnaeus.runtime.run_folder import CLAIMS
 from tests.helpers.run_files import planned_sweep, write_run
 
 FILES = ("run.json", "result.json", "metrics.jsonl", "config.yaml")
-DAMAGED = {
-    "binary": lambda path: path.write_bytes(b"\xff\x00\xfe\n"),
-    "deep": lambda path: path.write_text("[" * 100_000 + "\n"),
-    "a folder": lambda path: path.mkdir(),
-    "a loop": lambda path: path.symlink_to(path.name),
-    "a pipe": lambda path: os.mkfifo(path),
-    "a list": lambda path: path.write_text('["val"]\n'),
-    "a number": lambda path: path.write_text('7 # "val"\n'),
-    "null": lambda path: path.write_text("null\n"),
-    "huge": lambda path: [path.touch(), os.truncate(path, 1 << 40)][0],
-}
-"""What is no file of a run, by a name; each is told."""
-HUGE = 10**400
+DAMAGED = (
+    lambda path: path.write_bytes(b"\xff\x00\xfe\n"),
+    lambda path: path.write_text("[" * 100_000 + "\n"),
+    lambda path: path.write_text('["val"]\n'),
+    lambda path: path.write_text("null\n"),
+    lambda path: path.mkdir(),
+    lambda path: path.symlink_to(path.name),
+    lambda path: os.mkfifo(path),
+    lambda path: [path.touch(), os.truncate(path, 1 << 40)],
+)
+"""Make what is no file of a run; each is told."""
+HUGE = "9" * 400
 FOREIGN = {
-    "run.json": [
-        {"ended": 3},
-        {"ended": {"exit_code": "x", "reason": [1]}, "seconds": "long"},
-        {"ended": {"exit_code": None}, "pid": [], "host": {}},
-        {"ended": {"exit_code": HUGE}, "seconds": HUGE},
-    ],
-    "result.json": [
-        {"metrics": [1], "headline": ["a"]},
-        {"metrics": {"a": "good", "b": [1], "c": HUGE}, "headline": "zzz"},
-        {"metrics": {"a": float("nan")}, "training_s": "x", "batch_size": {}, "images_per_s": None},
-        {"metrics": None, "effective_batch": HUGE, "learning_rate": float("inf")},
-    ],
-    "metrics.jsonl": [
-        {"loss": 1, "part": "val"},
-        {"split": "val", "epoch": []},
-        {"split": "val", "epoch": "2", "loss": 1},
-        {"split": "val", "epoch": HUGE, "loss": 1},
-        {"split": "val", "epoch": 3, "loss": [], "x": "y", "z": HUGE, "u": True},
-        {"split": ["val"], "epoch": 3},
-        {"split": "val", "epoch": -1, "loss": float("inf")},
-    ],
-    "config.yaml": [
-        {"PLAN": [3], "TRAIN": 3},
-        {"PLAN": {"MICRO_BATCH": "many", "LEARNING_RATE": [1]}},
-        {"DATA": {"BATCH_SIZE": HUGE}, "OPTIMIZER": {"LR": None}},
-        {"DATA": {"BATCH_SIZE": "a", "BATCH_SIZE_VAL": "a"}, "TRAIN": {"EPOCHS": [[1], {}]}},
-    ],
+    "run.json": (
+        '{"ended": 3}',
+        '{"ended": {"exit_code": "x", "reason": [1]}, "seconds": "long"}',
+        '{"ended": {"exit_code": null}, "pid": [], "host": {}}',
+        f'{{"ended": {{"exit_code": {HUGE}}}, "seconds": {HUGE}}}',
+    ),
+    "result.json": (
+        '{"metrics": [1], "headline": ["a"]}',
+        f'{{"metrics": {{"a": "good", "b": [1], "c": {HUGE}}}, "headline": "zzz"}}',
+        '{"metrics": {"a": NaN}, "training_s": "x", "batch_size": {}, "images_per_s": null}',
+        f'{{"metrics": null, "effective_batch": {HUGE}, "learning_rate": Infinity}}',
+    ),
+    "metrics.jsonl": (
+        '{"split": "val", "epoch": []}',
+        '{"split": "val", "epoch": "2", "loss": 1}',
+        f'{{"split": "val", "epoch": {HUGE}, "loss": 1}}',
+        f'{{"split": "val", "epoch": 3, "loss": [], "x": "y", "z": {HUGE}, "u": true}}',
+        '{"split": ["val"], "epoch": 3}',
+        '{"split": "val", "epoch": -1, "loss": Infinity}',
+    ),
+    "config.yaml": (
+        "{PLAN: [3], TRAIN: 3}",
+        "PLAN: {MICRO_BATCH: many, LEARNING_RATE: [1]}",
+        f"{{DATA: {{BATCH_SIZE: {HUGE}}}, OPTIMIZER: {{LR: null}}}}",
+        "{DATA: {BATCH_SIZE: a, BATCH_SIZE_VAL: a}, TRAIN: {EPOCHS: [[1], {}]}}",
+        "? [a]\n: 1",
+        "a: [{1: x, b: y}]",
+        "a: &a {b: *a}",
+        "a: 2024-13-45",
+        "\t",
+    ),
+    f"{CLAIMS}/1": ("[]", '{"host": 3, "pid": "x"}', '{"token": {}}'),
 }
-"""Objects that others have written; what is of the right type may count."""
-YAML = ("? [a]\n: 1", "a: [{1: x, b: y}]", "a: &a {b: *a}", "a: 2024-13-45", "\t")
+"""Texts that others have written; what is of the right type may count."""
 
 
 def write_finished(folder):
@@ -62,34 +65,15 @@ def write_finished(folder):
     return folder
 
 
-def write_damaged(root):
-    """The name of each run that has a damaged file, and the file."""
-    found = {}
-    for file in FILES:
-        for number, damage in enumerate(DAMAGED.values()):
-            run = write_finished(root / f"{file[:3]}{number}")
-            (run / file).unlink()
-            damage(run / file)
-            found[run.name] = file
-    return found
-
-
-def write_foreign(root):
-    for file, contents in FOREIGN.items():
-        for number, content in enumerate(contents):
-            run = write_finished(root / f"foreign-{file[:3]}{number}")
-            (run / file).write_text(json.dumps(content) + "\n")
-    for number, text in enumerate(YAML):
-        (write_finished(root / f"foreign-yaml{number}") / "config.yaml").write_text(text)
-    for number, content in enumerate(([], {"host": 3, "pid": "x"}, {"token": {}})):
-        run = write_finished(root / f"foreign-claim{number}")
-        (run / CLAIMS).mkdir()
-        (run / CLAIMS / "1").write_text(json.dumps(content))
-    (write_finished(root / "foreign-claims") / CLAIMS).symlink_to(CLAIMS)
-
-
 def test_damaged_files_are_named_and_the_others_compared(run, tmp_path):
-    damaged = write_damaged(tmp_path / "runs")
+    damaged = {}
+    for file in FILES:
+        for number, damage in enumerate(DAMAGED):
+            name = f"{file[:3]}{number}"
+            path = write_finished(tmp_path / "runs" / name) / file
+            path.unlink()
+            damage(path)
+            damaged[name] = file
     write_finished(tmp_path / "runs/whole")
     outcome = run("compare", "runs", "--output", "a.json", "--plot", "a.svg")
     assert (outcome.code, outcome.err) == (0, "")
@@ -97,16 +81,19 @@ def test_damaged_files_are_named_and_the_others_compared(run, tmp_path):
     for name, file in damaged.items():
         assert [note for note in notes if note.startswith(f"note: {name}: ") and file in note], name
     assert not [note for note in notes if note.startswith("note: whole")]
-    [whole] = [
-        row for row in json.loads(Path("a.json").read_text())["runs"] if row["run"] == "whole"
-    ]
-    assert (whole["status"], whole["top1/kind"]) == ("finished", 0.5)
+    rows = {row["run"]: row for row in json.loads(Path("a.json").read_text())["runs"]}
+    assert (rows["whole"]["status"], rows["whole"]["top1/kind"]) == ("finished", 0.5)
 
 
 def test_what_others_have_written_ends_no_comparison(run, tmp_path):
-    write_foreign(tmp_path / "runs")
+    for file, texts in FOREIGN.items():
+        for number, text in enumerate(texts):
+            path = write_finished(tmp_path / f"runs/foreign-{file[:3]}{number}") / file
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"{text}\n")
+    (write_finished(tmp_path / "runs/foreign-claims") / CLAIMS).symlink_to(CLAIMS)
     write_finished(tmp_path / "runs/whole")
-    for more in ([], ["--sort", "metric", "--output", "a.csv"], ["--plot", "a.svg"]):
+    for more in (["--sort", "metric", "--output", "a.csv"], ["--plot", "a.svg"]):
         outcome = run("compare", "runs", *more)
         assert (outcome.code, outcome.err) == (0, "")
     assert "whole" in Path("a.csv").read_text()
@@ -117,10 +104,7 @@ def test_what_others_have_written_ends_no_comparison(run, tmp_path):
     [
         {"argv": 3},
         {"runs": [3]},
-        {"runs": [{"name": 1, "values": {}, "config": ""}]},
         {"runs": [{"name": "../x", "values": {}, "config": ""}]},
-        {"runs": [{"name": "x", "values": ["a"], "config": ""}]},
-        {"metric": 3},
         {"trials": "many"},
         {},
     ],

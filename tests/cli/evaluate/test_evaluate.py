@@ -1,26 +1,22 @@
 """`linnaeus evaluate`: the figures that training has logged, other data, files, and what is refused."""
 
-import csv
 import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
-from PIL import Image
 
 from linnaeus.cli.evaluate.options import read
-from linnaeus.cli.evaluate.samples import write_samples
 from linnaeus.main import cli
 from tests.helpers.datasets import write_image
 from tests.helpers.forks import ROOT, python
 from tests.helpers.runs import TORCHRUN
 from tests.helpers.small_runs import lines_of
-from tests.helpers.trained import ONE_LEVEL, spec_of
 
-FOLDERS = ("cats/lion", "cats/lynx", "dogs/[fox] :cat: $a$ <b>", "dogs/wolf")
+FOX = "[fox] :cat: $a$ <b>"
+FOLDERS = ("cats/lion", "cats/lynx", f"dogs/{FOX}", "dogs/wolf")
 TINY = (
     "EXPERIMENT.DEVICE=cpu",
     "EXPERIMENT.NAME=tiny",
@@ -44,20 +40,16 @@ BIRDS = (
     "TRAIN.AMP=bf16",
 )
 
-EVALUATE = ("evaluate", "runs/tiny", "--trust-code")
-
 
 def write_images(folder, classes, num_images, seed=0):
     """Write so many images into a folder for each class."""
     for position, name in enumerate(classes):
         for number in range(num_images):
             write_image(folder / name / f"{number}.png", 1000 * seed + 100 * position + number)
-    return folder
 
 
 def content_of(path):
-    content = json.loads(path.read_text())
-    return content
+    return json.loads(path.read_text())
 
 
 def only(run_folder, pattern):
@@ -67,11 +59,13 @@ def only(run_folder, pattern):
 
 
 def logged(run_folder):
+    """The last metrics that training has logged, without those of the raw weights."""
     last = lines_of(run_folder, "val")[-1]
+    left_out = ("step", "epoch", "split", "time")
     return {
         name: value
         for name, value in last.items()
-        if name not in ("step", "epoch", "split", "time") and not name.startswith("raw/")
+        if name not in left_out and not name.startswith("raw/")
     }
 
 
@@ -93,37 +87,41 @@ def birds(trained, run, tmp_path):
     return tmp_path / "runs/tiny"
 
 
-def test_a_checkpoint_alone_gives_the_logged_figures(run, birds, tmp_path):
+@pytest.fixture
+def evaluate(run):
+    """Evaluates the run; gives the outcome."""
+
+    def evaluate(*argv, code=0):
+        outcome = run("evaluate", "runs/tiny", "--trust-code", *argv)
+        assert outcome.code == code, outcome.err
+        return outcome
+
+    return evaluate
+
+
+def test_a_checkpoint_alone_gives_the_logged_figures(birds, evaluate, tmp_path):
     (birds / "config.yaml").unlink()
-    outcome = run(*EVALUATE, "--checkpoint", "last", "--output", str(tmp_path / "found"))
-    assert outcome.code == 0, outcome.err
+    evaluate("--checkpoint", "last", "--output", str(tmp_path / "found"))
     assert content_of(tmp_path / "found.json")["metrics"] == logged(birds)
 
 
-def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(run, birds):
+def test_own_validation_data_gives_the_logged_figures_exactly(birds, evaluate):
     """With the average of the weights, in bfloat16; of other weights it says otherwise."""
-    evaluate = [*EVALUATE, "--checkpoint", "last"]
-    outcome = run(*evaluate)
-    assert outcome.code == 0, outcome.err
-    assert FOLDERS[2].removeprefix("dogs/") in outcome.out
+    outcome = evaluate("--checkpoint", "last")
+    assert FOX in outcome.out
     found = content_of(birds / "evaluations/last.json")
-    assert found["metrics"] == logged(birds)
-    assert found["logged"] == found["metrics"]
-    assert "same metrics as in training" in outcome.out
+    assert found["metrics"] == found["logged"] == logged(birds)
     assert found["metrics"]["top1/level2"] == pytest.approx(found["levels"]["level2"]["top1"])
     assert (found["data"]["part"], found["data"]["samples"]) == ("validation split", 7)
 
     content = torch.load(birds / "checkpoints/last.pt", weights_only=True)
     content["state"]["ema"]["module"]["heads.1.bias"][3] += 5
     torch.save(content, birds / "checkpoints/last.pt")
-    assert run(*evaluate, "TRAIN.AMP=off", "DATA.BATCH_SIZE_VAL=3").code == 0
+    evaluate("--checkpoint", "last", "TRAIN.AMP=off", "DATA.BATCH_SIZE_VAL=3")
     changed = content_of(birds / "evaluations/last.json")
     assert changed["logged"] == found["metrics"]
-    unequal = {
-        name for name, value in changed["metrics"].items() if found["metrics"][name] != value
-    }
-    assert {"top1/level2", "loss"} & unequal
-    assert "top1/level1" not in unequal
+    assert changed["metrics"]["loss"] != found["metrics"]["loss"]
+    assert changed["metrics"]["top1/level1"] == found["metrics"]["top1/level1"]
 
 
 RANKS = """
@@ -146,63 +144,46 @@ def test_two_ranks_give_the_logged_figures(tmp_path):
     outcome = python(*argv, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
     assert outcome.code == 0, outcome.err
     found = content_of(tmp_path / "runs/tiny/evaluations/last.json")
-    assert found["metrics"] == logged(tmp_path / "runs/tiny")
-    assert found["logged"] == found["metrics"]
+    assert found["metrics"] == found["logged"] == logged(tmp_path / "runs/tiny")
     assert found["settings"]["processes"] == 2
     other = content_of(tmp_path / "other.json")
-    assert other["logged"] == found["logged"]
-    assert other["classes"] == found["classes"]
+    for name in ("logged", "classes"):
+        assert other[name] == found[name]
     samples = [row["samples"] for row in found["classes"] if row["level"] == "level2"]
     assert sum(samples) == found["data"]["samples"]
 
 
-def test_other_data_needs_no_training_data(run, birds, tmp_path):
+def test_other_data_needs_no_training_data(birds, evaluate, tmp_path):
     """Fewer classes, in another folder, without the coarse level; labels are those of the run."""
     shutil.rmtree(tmp_path / "birds")
     write_images(tmp_path / "new/val", ("wolf", "lynx"), 3, seed=1)
-    outcome = run(*EVALUATE, "DATA.DATASET.ROOT=new")
-    assert outcome.code == 0, outcome.err
+    evaluate("DATA.DATASET.ROOT=new")
     found = content_of(only(birds, "best_*val_*.json"))
     assert found["logged"] is None
     samples = {row["class"]: row["samples"] for row in found["classes"]}
-    fox = FOLDERS[2].removeprefix("dogs/")
-    assert samples == {"cats": 3, "dogs": 3, "lion": 0, "lynx": 3, fox: 0, "wolf": 3}
+    assert samples == {"cats": 3, "dogs": 3, "lion": 0, "lynx": 3, FOX: 0, "wolf": 3}
     assert found["levels"]["level2"]["classes_with_samples"] == 2
-    with only(birds, "best_val_*_classes.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["recall"] for row in rows if row["samples"] == "0"] == ["", ""]
+    table = pd.read_csv(only(birds, "best_val_*_classes.csv"))
+    assert [*table["recall"].isna()] == [*(table["samples"] == 0)]
 
 
-def test_unknown_classes_are_an_error_or_left_out(run, birds, tmp_path):
-    rows = [
-        "image,level1,level2",
-        *(f"birds/{name}/0.png,{name.replace('/', ',')}" for name in FOLDERS),
-    ]
-    rows += [
-        f"birds/cats/lion/{number}.png,cats,{name}"
-        for number, name in enumerate(("puma", "puma", ""))
-    ]
-    (tmp_path / "test.csv").write_text("\n".join(rows))
-    command = [
-        *EVALUATE,
-        "DATA.DATASET.NAME=manifest",
-        f"DATA.DATASET.VAL={tmp_path}/test.csv",
-    ]
-    outcome = run(*command)
-    assert outcome.code == 1
+def test_unknown_classes_are_an_error_or_left_out(birds, evaluate, tmp_path):
+    rows = [f"birds/{name}/0.png,{name.replace('/', ',')}" for name in FOLDERS]
+    rows += [f"birds/cats/lion/{n}.png,cats,{name}" for n, name in enumerate(("puma", "puma", ""))]
+    (tmp_path / "test.csv").write_text("image,level1,level2\n" + "\n".join(rows))
+    manifest = ("DATA.DATASET.NAME=manifest", f"DATA.DATASET.VAL={tmp_path}/test.csv")
+    outcome = evaluate(*manifest, code=1)
     assert all(word in outcome.err for word in ("cats/puma", "lion/0.png", "--unknown"))
-    assert run(*command, "--unknown", "skip").code == 0
+    evaluate(*manifest, "--unknown", "skip")
     found = content_of(only(birds, "best_test_*.json"))
     assert (found["data"]["samples"], found["data"]["left_out"]) == (5, 2)
-    unlabelled = {name: level["unlabelled"] for name, level in found["levels"].items()}
-    assert unlabelled == {"level1": 0, "level2": 1}
+    assert [level["unlabelled"] for level in found["levels"].values()] == [0, 1]
 
 
 @pytest.mark.e2e
-def test_no_evaluation_replaces_one_of_other_inputs(run, birds, tmp_path):
+def test_no_evaluation_replaces_one_of_other_inputs(birds, evaluate, tmp_path):
     for name, seed in (("a", 1), ("b", 2)):
         write_images(tmp_path / name / "test" / "val", FOLDERS, 1, seed)
-    folder = birds / "evaluations"
     for root, size, expected in (
         ("a/test", 8, 1),
         ("b/test", 8, 2),
@@ -210,106 +191,81 @@ def test_no_evaluation_replaces_one_of_other_inputs(run, birds, tmp_path):
         ("a/test", 9, 3),
         ("birds", 9, 4),
         ("birds", 8, 5),
-        ("birds", 8, 5),
     ):
-        argv = (f"DATA.DATASET.ROOT={root}", f"DATA.IMG_SIZE={size}")
-        assert run(*EVALUATE, *argv).code == 0
-        assert len(list(folder.glob("*.json"))) == expected
-    assert (folder / "best.json").exists()
-    assert run(*EVALUATE, "--output", "mine/own").code == 0
-    assert {path.name for path in (tmp_path / "mine").iterdir()} == {
-        "own.json",
-        "own_classes.csv",
-        "own.png",
-    }
+        evaluate(f"DATA.DATASET.ROOT={root}", f"DATA.IMG_SIZE={size}")
+        assert len(list(birds.glob("evaluations/*.json"))) == expected
+    assert (birds / "evaluations/best.json").exists()
+    evaluate("--output", "mine/own")
+    written = sorted(path.name for path in (tmp_path / "mine").iterdir())
+    assert written == ["own.json", "own.png", "own_classes.csv"]
 
 
-def test_another_preprocessing_is_an_evaluation_of_its_own(run, birds):
-    keys = (
-        "DATA.IMG_SIZE=12",
-        "DATA.AUGMENT.RESIZE=letterbox",
-        "DATA.AUGMENT.INTERPOLATION=bicubic",
-    )
-    outcome = run(*EVALUATE, *keys)
-    assert outcome.code == 0, outcome.err
+def test_another_preprocessing_is_an_evaluation_of_its_own(birds, evaluate):
+    resizing = ("DATA.AUGMENT.RESIZE=letterbox", "DATA.AUGMENT.INTERPOLATION=bicubic")
+    evaluate("DATA.IMG_SIZE=12", *resizing)
     found = content_of(only(birds, "best_*.json"))["data"]
     names = ("resize", "interpolation", "crop_fraction", "image_size")
     assert [found[name] for name in names] == ["letterbox", "bicubic", 1.0, [12, 12]]
-    outcome = run(*EVALUATE, "DATA.IMG_SIZE=2")  # smaller than the kernel
-    assert (outcome.code, "DATA.IMG_SIZE: " in outcome.err) == (2, True)
+    outcome = evaluate("DATA.IMG_SIZE=2", code=2)  # smaller than the kernel
+    assert "DATA.IMG_SIZE: " in outcome.err
 
 
-def test_a_size_that_is_too_large_names_the_keys(run, birds, tmp_path):
-    """The model takes 30 samples."""
-    write_images(tmp_path / "many", FOLDERS, 8)
-    evaluate = [*EVALUATE, "DATA.DATASET.ROOT=many", "DATA.DATASET.VAL=."]
-    outcome = run(*evaluate, "DATA.BATCH_SIZE_VAL=31", "--output", "large")
-    assert outcome.code == 3
-    assert "DATA.BATCH_SIZE_VAL" in outcome.err
-    assert "DATA.AUTOBATCH.ENABLED_VAL" in outcome.err
-    assert not (tmp_path / "large.json").exists()
+MANY = ("DATA.DATASET.ROOT=many", "DATA.DATASET.VAL=.", "--output")
 
 
 @pytest.mark.e2e
-def test_a_size_that_autobatch_finds_evaluates_as_the_same_size_set_by_hand(run, birds, tmp_path):
+def test_a_size_that_autobatch_finds_evaluates_as_one_set_by_hand(birds, evaluate, tmp_path):
+    """The model takes 30 samples; more of them name the keys."""
     write_images(tmp_path / "many", FOLDERS, 10)
-    evaluate = [*EVALUATE, "DATA.DATASET.ROOT=many", "DATA.DATASET.VAL=.", "--output"]
-    outcome = run(*evaluate, "found", "DATA.AUTOBATCH.ENABLED_VAL=True")
-    assert outcome.code == 0, outcome.err
+    evaluate(*MANY, "found", "DATA.AUTOBATCH.ENABLED_VAL=True")
     found = content_of(tmp_path / "found.json")
     assert found["settings"]["batch_size_val"] == 30
-    assert run(*evaluate, "set", "DATA.BATCH_SIZE_VAL=30").code == 0
+    evaluate(*MANY, "set", "DATA.BATCH_SIZE_VAL=30")
     by_hand = content_of(tmp_path / "set.json")
     for name in ("metrics", "levels", "classes", "settings"):
         assert by_hand[name] == found[name]
+    outcome = evaluate(*MANY, "large", "DATA.BATCH_SIZE_VAL=31", code=3)
+    for key in ("DATA.BATCH_SIZE_VAL", "DATA.AUTOBATCH.ENABLED_VAL"):
+        assert key in outcome.err
+    assert not (tmp_path / "large.json").exists()
 
 
-def test_a_run_without_classes_has_a_loss(run, tmp_path):
-    nodes = {
-        "DATA.DATASET": "tests.cli.tiny.Pairs",
-        "LOSS": "torch.nn.MSELoss",
-        "MODEL": "torch.nn.Linear",
-    }
-    targets = [f"{node}._target_={name}" for node, name in nodes.items()]
+def test_a_run_without_classes_has_a_loss(run, evaluate, tmp_path):
+    nodes = ("DATA.DATASET", "tests.cli.tiny.Pairs"), ("LOSS", "torch.nn.MSELoss")
+    targets = [f"{node}._target_={name}" for node, name in (*nodes, ("MODEL", "torch.nn.Linear"))]
     assert run(*TINY, *targets, "MODEL.in_features=3", "MODEL.out_features=3").code == 0
-    outcome = run(*EVALUATE, "--checkpoint", "last")
-    assert outcome.code == 0, outcome.err
+    evaluate("--checkpoint", "last")
     found = content_of(tmp_path / "runs/tiny/evaluations/last.json")
-    assert found["metrics"] == logged(tmp_path / "runs/tiny")
-    assert (found["logged"], found["levels"], found["classes"]) == (found["metrics"], {}, [])
+    assert found["metrics"] == found["logged"] == logged(tmp_path / "runs/tiny")
+    assert (found["levels"], found["classes"]) == ({}, [])
+    outcome = evaluate("--samples", "s.csv", code=2)  # it lists image files
+    assert "--samples" in outcome.err
+    assert not (tmp_path / "s.csv").exists()
 
 
 @pytest.mark.parametrize(
-    ("own", "typed", "kept"),
+    ("own", "typed", "is_kept"),
     [
-        ("NAME: imagefolder", ["DATA.DATASET.NAME=imagefolder", "DATA.DATASET.ROOT=new"], True),
-        ("NAME: imagefolder", ["DATA.DATASET.NAME=manifest"], False),
-        (
-            "_target_: own.Birds",
-            ["DATA.DATASET._target_=own.Birds", "DATA.DATASET.year=2026"],
-            True,
-        ),
-        ("_target_: own.Birds", ["DATA.DATASET._target_=own.Other"], False),
+        ("NAME: imagefolder", "NAME=imagefolder", True),
+        ("NAME: imagefolder", "NAME=manifest", False),
+        ("_target_: own.Birds", "_target_=own.Birds", True),
+        ("_target_: own.Birds", "_target_=own.Other", False),
     ],
 )
 def test_a_dataset_of_another_kind_begins_with_the_defaults(
-    tmp_path, monkeypatch, own, typed, kept
+    tmp_path, monkeypatch, own, typed, is_kept
 ):
-    argument = "TRAIN: mine.csv" if own.startswith("NAME") else "region: north"
-    (tmp_path / "runs/tiny/checkpoints").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs/tiny/config.yaml").write_text(f"DATA: {{DATASET: {{{own}, {argument}}}}}\n")
-    assert (argument in read(["runs/tiny", *typed, "--print-config"])) == kept
+    Path("runs/tiny/checkpoints").mkdir(parents=True)
+    Path("runs/tiny/config.yaml").write_text(f"DATA: {{DATASET: {{{own}, TRAIN: mine.csv}}}}\n")
+    printed = read(["runs/tiny", f"DATA.DATASET.{typed}", "--print-config"])
+    assert ("TRAIN: mine.csv" in printed) == is_kept
 
 
-@pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_samples_are_listed_the_worst_first(run, birds, tmp_path, ending):
-    if ending == "parquet":
-        pytest.importorskip("pyarrow")
-    outcome = run(*EVALUATE, "--checkpoint", "last", "--samples", f"new/s.{ending}")
-    assert outcome.code == 0, outcome.err
-    read_table = pd.read_csv if ending == "csv" else pd.read_parquet
-    found, table = content_of(birds / "evaluations/last.json"), read_table(f"new/s.{ending}")
+def test_samples_are_listed_the_worst_first(birds, evaluate, tmp_path):
+    evaluate("--checkpoint", "last", "--samples", "new/s.csv")
+    table = pd.read_csv("new/s.csv")
+    found = content_of(birds / "evaluations/last.json")
     assert len(table) == found["data"]["samples"] == table["path"].nunique()
     for level in ("level1", "level2"):
         is_right = table[level] == table[f"{level}_predicted"]
@@ -320,24 +276,3 @@ def test_samples_are_listed_the_worst_first(run, birds, tmp_path, ending):
     losses = [level["cross_entropy"] for level in found["levels"].values()]
     assert table["loss"].mean() == pytest.approx(sum(losses) / 2)
     assert (tmp_path / "new/worst.png").stat().st_size > 1000
-
-
-def test_samples_are_for_image_files(run, tmp_path):
-    points = ("DATA.DATASET._target_=tests.cli.tiny.Points", "MODEL.width=4")
-    assert run(*TINY, *points, "MODEL._target_=tests.cli.tiny.Perceptron").code == 0
-    outcome = run(*EVALUATE, "--samples", "s.csv")
-    assert (outcome.code, "--samples" in outcome.err) == (2, True)
-    assert not (tmp_path / "s.csv").exists()
-
-
-def test_a_worst_sample_is_drawn_as_the_model_reads_it(tmp_path):
-    """A photograph that is to be turned is higher than wide."""
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    Image.new("RGB", (90, 30), "blue").save(tmp_path / "a.jpg", exif=turned)
-    row = {"path": str(tmp_path / "a.jpg"), "class": "cat"}
-    table = pd.DataFrame([row | {"class_predicted": "dog", "class_probability": 0.9}])
-    sheet = write_samples(table, ONE_LEVEL, spec_of().preprocessing, tmp_path / "samples.csv")
-    pixels = np.asarray(Image.open(sheet)).astype(int)
-    rows, columns = np.where((pixels[..., 2] > 200) & (pixels[..., 0] < 60))
-    assert np.ptp(rows) > 2 * np.ptp(columns) > 0

@@ -14,6 +14,11 @@ def rows_of(file):
         return list(csv.reader(text))
 
 
+def command(name, *words):
+    """The exit code of a command on the run."""
+    return cli([name, "runs/tiny", "--trust-code", *words])
+
+
 @pytest.fixture
 def three(tmp_path, monkeypatch):
     """A run with three splits."""
@@ -26,7 +31,7 @@ def three(tmp_path, monkeypatch):
 
 def test_the_best_checkpoint_is_evaluated_on_the_test_split(three):
     test = content_of(three / "result.json")["test"]
-    assert cli(["evaluate", "runs/tiny", "--trust-code", "DATA.DATASET.ROOT=birds/Testing"]) == 0
+    assert command("evaluate", "DATA.DATASET.ROOT=birds/Testing") == 0
     (file,) = (three / "evaluations").glob("best_*.json")
     found = content_of(file)["metrics"]
     assert {name: found[name] for name in test} == test
@@ -39,16 +44,15 @@ def test_evaluate_and_predict_read_the_split_that_was_trained(three):
     assert [row[1] for row in rows] == ["train"] * 12 + ["val"] * 12 + ["test"] * 8
     assert all(Path(row[0]).parts[-3:-1] == tuple(row[2:]) for row in rows)
     write_images(Path("birds/Validation"), FOLDERS[:1], 9, 7)
-    assert cli(["evaluate", "runs/tiny", "--trust-code"]) == 0
+    assert command("evaluate") == 0
     assert content_of(three / "evaluations/best.json")["data"]["samples"] == 12
     for split in ("val", "test"):
         output = ["--output", f"{split}.csv", "--device", "cpu"]
-        assert cli(["predict", "runs/tiny", "--trust-code", "--split", split, *output]) == 0
+        assert command("predict", "--split", split, *output) == 0
         named = [row[0] for row in rows_of(Path(f"{split}.csv"))[1:]]
         assert named == [row[0] for row in rows if row[1] == split]
-    assert cli(["predict", "runs/tiny", "--trust-code", "--split", "val", "birds"]) == 2
     saved = (three / "split.csv").read_text()
     (three / "split.csv").write_text(saved.replace(",test,", ",val,"))
-    assert cli(["predict", "runs/tiny", "--trust-code", "--split", "test"]) == 2
+    assert command("predict", "--split", "test") == 2
     (three / "split.csv").unlink()
-    assert cli(["predict", "runs/tiny", "--trust-code", "--split", "val"]) == 2
+    assert command("predict", "--split", "val") == 2
