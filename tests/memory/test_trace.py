@@ -38,15 +38,6 @@ def allocated(found, *operations):
     ]
 
 
-def workspaces(found):
-    """What convolutions borrow in the second step."""
-    return [
-        event.num_bytes
-        for event in of_one_step(found)
-        if event[::3] == ("allocate", CONV_WORKSPACE)
-    ]
-
-
 def run(forward, *shapes, **options):
     """The trace of a forward and a backward pass on leaves of these shapes; the first dimension is given."""
 
@@ -180,8 +171,6 @@ def strided_conv(x, w):
 
 
 PARTS = {
-    # The largest allocation: as large as the query, and without the fused kernel the scores.
-    "fused attention": (lambda: max(allocated(attention(2, 4, 256, 8))), QUERY),
     "flash attention": (
         lambda: kernels(attention(2, 4, 256, 8, dtype=torch.bfloat16)),
         {"flash_attention", "flash_attention_backward"},
@@ -220,15 +209,11 @@ PARTS = {
     ),
     # For the gradient of the input, copies of input, output and weight.
     "workspaces of a convolution": (
-        lambda: workspaces(
-            run(lambda x, w: functional.conv2d(x, w, stride=2), (2, 4, 9, 9), (3, 4, 3, 3))
+        lambda: allocated(
+            run(lambda x, w: functional.conv2d(x, w, stride=2), (2, 4, 9, 9), (3, 4, 3, 3)),
+            CONV_WORKSPACE,
         ),
         [4 * (2 * 4 * 81 + 2 * 3 * 16 + 3 * 4 * 9)],
-    ),
-    # Two bytes an element: x and w once each.
-    "autocast of a linear layer": (
-        lambda: allocated(under_autocast(functional.linear, (8, 100), (10, 100)), "_to_copy")[:2],
-        [1600, 2000],
     ),
     # The weight is cast once for both, x twice; then the gradients are cast back: x twice, w once.
     "autocast keeps cast parameters": (
@@ -265,7 +250,7 @@ PARTS = {
         8 * 10 * 4,
     ),
     # As the rotary embeddings of transformers 5.0 ask.
-    "autocast of the device of a tensor": (lambda: asked_for_autocast(), (True, torch.bfloat16)),
+    "autocast of the device of a tensor": (asked_for_autocast, (True, torch.bfloat16)),
     # Forward and again in backward: the layer's input and weight.
     "autocast in a checkpoint": (
         lambda: sorted(allocated(checkpointed(), "_to_copy"))[:4],
@@ -283,15 +268,6 @@ PARTS = {
         ),
         True,
     ),
-    "multi-tensor SGD": (
-        lambda: sorted(
-            allocated(
-                optimized(lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)),
-                "_foreach_add",
-            )
-        ),
-        [400, 400_000],
-    ),
     "clipping": (lambda: allocated(optimized(torch.optim.SGD, clip=True), "_foreach_norm"), [4, 4]),
     # Four layers of 40,000 bytes: parameters, gradients and buckets, less biases and activations.
     "buckets": (lambda: in_buckets(Buckets()) // 40_000, 12),
@@ -306,12 +282,6 @@ PARTS = {
         # Borrowed for each product of two steps. Before torch 2.15, forward and backward keep one each.
         [1 << 20, 8_519_680] * 2 if torch.__version__ >= "2.15" else [8_519_680] * 2,
     ),
-    "state": (
-        lambda: [
-            event.num_bytes for event in optimized(torch.optim.SGD).events if event.label == "state"
-        ],
-        [400_000, 400],
-    ),
 }
 """What a trace says of a part of a step, and what it should say; without the part it says another thing."""
 
@@ -321,8 +291,7 @@ def test_each_part_of_a_step_is_recorded(observe, expected):
     assert observe() == expected
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-@pytest.mark.parametrize("clip_grad_norm", [None, 1.0])
+@pytest.mark.parametrize(("num_micro_batches", "clip_grad_norm"), [(1, None), (2, 1.0)])
 def test_the_peak_is_that_of_a_real_step_with_equal_operators(num_micro_batches, clip_grad_norm):
     """The framework's step, traced on `meta` and run on the CPU; the optimizer's state is part of both."""
     torch.manual_seed(0)
@@ -344,13 +313,9 @@ def test_the_peak_is_that_of_a_real_step_with_equal_operators(num_micro_batches,
     assert peak(found) == pytest.approx(ledger.peak_bytes + state_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_scaler_lets_the_optimizer_step_in_every_trace(
-    device,
-):
+def test_a_scaler_lets_the_optimizer_step_in_every_trace():
     """The scaler notes what a step has done with each optimizer."""
-    with torch.device(device):
-        model = network()
+    model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("meta")
     step = framework_step(
@@ -390,9 +355,6 @@ def test_before_the_steps_only_what_is_still_held_counts():
     after = trace.trace(step, batch, 8, state=state, before=lambda: train(batch(500)))
     moments_bytes = 2 * 4 * 100 * (1000 + 1)
     assert peak(after) - peak(plain) == moments_bytes
-    assert sum(event.kind == "mark" for event in after.events) == trace.NUM_STEPS
-    numbers = {event.storage for event in after.events if event.kind == "allocate"}
-    assert {event.storage for event in after.events if event.kind == "release"} <= numbers
     assert not optimizer.state
 
 
@@ -400,7 +362,6 @@ def test_before_the_steps_only_what_is_still_held_counts():
     ("spoil", "name"),
     [
         (lambda loss: loss[None][loss[None] > 0], "nonzero|index"),
-        (lambda loss: loss[None].unique(), "unique"),
         (lambda loss: loss.detach().numpy(), "numpy"),
         (
             lambda loss: functional.nll_loss(loss.repeat(2, 1), torch.tensor([0, 0])),
@@ -420,16 +381,8 @@ def test_what_needs_values_is_an_error_that_names_the_operation(spoil, name):
         trace.trace(framework_step(model, criterion=criterion), images, 8, state=model)
 
 
-def kept(x, labels):
-    return x[labels != 2]
-
-
 def cut(x, labels):
     return x[: int(labels.max())] if (labels >= 0).all() else x
-
-
-def counted_on_host(x, labels):
-    return x[: labels.cpu().sum().item()] if labels.tolist()[0] == 0 else x
 
 
 def changed(x, labels):
@@ -458,15 +411,7 @@ def logged(x, labels):
 
 @pytest.mark.parametrize(
     ("look", "num_rows"),
-    [
-        (kept, 6),
-        (cut, 3),
-        (counted_on_host, 8),
-        (changed, 6),
-        (masked_on_host, 4),
-        (made_there, 3),
-        (logged, 5),
-    ],
+    [(cut, 3), (changed, 6), (masked_on_host, 4), (made_there, 3), (logged, 5)],
 )
 def test_small_tensors_of_the_batch_are_followed(look, num_rows):
     """Labels are 0, 1, 2, 3, 0, 1, 2, 3: the rows taken are those that a device would take."""
@@ -490,12 +435,11 @@ def test_what_has_changed_beyond_its_values_is_unknown():
         trace.trace(step, lambda n: (torch.empty(n, 1 << 20), torch.arange(n)), 8)
 
 
-@pytest.mark.parametrize("as_view", [False, True])
-def test_a_ddp_wrapper_is_traced_as_its_module_with_buckets(as_view):
+def test_a_ddp_wrapper_is_traced_as_its_module_with_buckets():
     def traced(wraps, buckets):
         model = nn.Linear(100, 100)
         if wraps:
-            model = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
             assert Buckets.of([model]) == buckets
 
         def step(batch):
@@ -506,7 +450,7 @@ def test_a_ddp_wrapper_is_traced_as_its_module_with_buckets(as_view):
 
     torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
     try:
-        buckets = Buckets(as_view=as_view)
+        buckets = Buckets(as_view=True)
         assert traced(True, buckets) == traced(False, buckets)
         assert traced(False, buckets) != traced(False, None)
     finally:
@@ -529,23 +473,19 @@ def test_tensors_in_attributes_and_lists_are_part_of_the_state():
     class Loss:
         def __init__(self):
             self.weights = torch.ones(10)
-            self.parts = [nn.Linear(10, 10), {"more": torch.ones(10)}]
-            self.table = {"offset": torch.zeros(10)}
-            self.last = nn.Linear(10, 10)
+            self.parts = [nn.Linear(10, 10), {"offset": torch.zeros(10)}]
 
         def __call__(self, outputs, targets):
-            scores = self.parts[0](outputs * self.weights + self.table["offset"])
-            return functional.cross_entropy(self.last(scores), targets)
+            layer, table = self.parts
+            scores = layer(outputs * self.weights + table["offset"])
+            return functional.cross_entropy(scores, targets)
 
     model, loss = network(), Loss()
-    weights, table, parts, last = loss.weights, loss.table, loss.parts, loss.last.weight
+    weights, parts = loss.weights, loss.parts
     found = trace.trace(framework_step(model, criterion=loss), images, 8, state=(model, loss))
     state = [event.num_bytes for event in found.events if event.label == "state"]
     model_bytes = [tensor.nbytes for tensor in (*model.parameters(), *model.buffers())]
-    assert sum(state) - sum(model_bytes) == 40 + 2 * (400 + 40) + 40 + 40
+    assert sum(state) - sum(model_bytes) == 40 + (400 + 40) + 40
     assert loss.weights is weights
-    assert loss.table is table
     assert loss.parts is parts
-    assert loss.last.weight is last
-    assert not loss.weights.is_meta
-    assert not table["offset"].is_meta
+    assert not any(tensor.is_meta for tensor in (weights, parts[0].weight, parts[1]["offset"]))
