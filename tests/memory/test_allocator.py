@@ -1,13 +1,8 @@
 """The allocator's documented rules, each with its figures."""
 
-import itertools
-import math
-import random
-
 import pytest
 
 from linnaeus.autobatch.predict.allocator import MIB, CachingAllocator
-from linnaeus.autobatch.search import OutOfMemory
 
 
 @pytest.mark.parametrize(
@@ -61,31 +56,3 @@ def test_of_equal_blocks_the_first_is_taken():
     for block in reversed(blocks):
         allocator.free(block)
     assert allocator.allocate(20 * MIB).address == blocks[0].address
-
-
-@pytest.mark.parametrize("limit_bytes", [math.inf, 60 * MIB])
-def test_any_sequence_keeps_the_books_in_order(limit_bytes):
-    draw = random.Random(0)
-    allocator, live = CachingAllocator(limit_bytes), []
-    for number in range(3000):
-        if live and draw.random() < 0.5:
-            allocator.free(live.pop(draw.randrange(len(live))))
-        else:
-            num_bytes = int(2 ** draw.uniform(0, 24))
-            try:
-                block = allocator.allocate(num_bytes)
-            except OutOfMemory:
-                assert allocator.reserved_bytes + num_bytes + 20 * MIB > limit_bytes
-            else:
-                live.append(block)
-                assert num_bytes <= block.size <= num_bytes + MIB + 511
-        if number % 300 == 0:
-            allocator.empty_cache()
-        spans = sorted((block.address, block.size) for block in live)
-        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
-        assert sum(size for _, size in spans) <= allocator.reserved_bytes
-        assert allocator.reserved_bytes <= allocator.peak_reserved_bytes <= limit_bytes
-    for block in live:
-        allocator.free(block)
-    allocator.empty_cache()
-    assert allocator.reserved_bytes == 0

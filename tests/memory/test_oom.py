@@ -8,7 +8,6 @@ import torch
 from linnaeus.autobatch.memory.oom import exceeds_a_kernel, is_out_of_memory
 from tests.memory.conftest import raised_from
 
-
 OUT_OF_MEMORY = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 39.39 GiB",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",

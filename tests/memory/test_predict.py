@@ -7,7 +7,7 @@ from torch import nn
 from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES
 from linnaeus.autobatch.predict.prediction import Prediction, predict, replay
-from linnaeus.autobatch.predict.recorder import CONV_WORKSPACE, Event, conv_workspace_bytes
+from linnaeus.autobatch.predict.recorder import CONV_WORKSPACE, Event
 from linnaeus.autobatch.predict.trace import Trace, trace
 
 
@@ -120,20 +120,3 @@ def test_the_base_is_measured_where_a_device_is(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 * MIB, 100 * MIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20 * MIB)
     assert Prediction.of(*traces).base_bytes == 50 * MIB
-
-
-@pytest.mark.parametrize(
-    ("kind", "size", "groups", "borrows"),
-    [
-        ("input", 3, 1, True),
-        ("input", 1, 2, True),
-        ("input", 1, 1, False),
-        ("input", 3, 4, False),
-        ("weight", 3, 1, False),
-    ],
-)
-def test_each_kind_of_convolution_has_its_workspace(kind, size, groups, borrows):
-    """Copies of input, output and weight; or nothing."""
-    x = torch.empty(2, 4, 8, 8, dtype=torch.half)
-    w = torch.empty(4, 4 // groups, size, size, dtype=torch.half)
-    assert conv_workspace_bytes(kind, x, w, x, groups) == borrows * (2 * x.nbytes + w.nbytes)
