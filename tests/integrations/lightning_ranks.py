@@ -9,12 +9,20 @@ from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
 from linnaeus.integrations.lightning import AutoBatch
-from tests.helpers.bits import differences
 from tests.helpers.ledger import room
-from tests.integrations.lightning_runs import COSTS, Bare, Made, Net, Single, data, fit, nothing
+from tests.integrations.lightning_runs import (
+    COSTS,
+    Bare,
+    Made,
+    Net,
+    Single,
+    compared,
+    data,
+    fit,
+    nothing,
+)
 
 RANK = 0
-NO_VAL = {"val": False}
 RANKS = {"devices": 2, "strategy": "ddp"}
 
 
@@ -35,30 +43,22 @@ class Talkative(Net):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
-def compared(module, given, **options):
-    """The size found, and what differs from the run with that size by hand."""
-    callback = AutoBatch(**{"max_batch_size": 12, **options.pop("search", {})})
-    options = {**RANKS, "max_epochs": 1, **options}
+def found_by_both(module, search, given=nothing, **options):
+    """What a rank finds, and what differs from the run with that size by hand."""
     seed_everything(1, verbose=False)
-    searched = fit(module(4), *given(4), callbacks=[callback], **options)
-    size = callback.batch_size
-    assert size is not None
-    if searched["accumulate"] > 1:
-        options["accumulate_grad_batches"] = searched["accumulate"]
-    by_hand = fit(module(size), *given(size), **options)
-    weights = [
-        float(tensor.double().sum())
-        for name, tensor in searched["weights"].items()
-        if "running" not in name
-    ]  # each rank's statistics are its own
+    options = {**RANKS, "max_epochs": 1, **options}
+    callback, searched, differing = compared(module, search, given, **options)
+    weights = searched["weights"].items()
+    result = callback.results["train"]
     return {
-        "size": size,
+        "size": callback.batch_size,
         "sizes": searched["sizes"],
         "accumulate": searched["accumulate"],
-        "differences": differences(searched, by_hand),
-        "limited_by": callback.results["train"].limited_by,
-        "ran_on_every_rank": callback.results["train"].ran_on_every_rank,
-        "weights": weights,
+        "differences": differing,
+        "limited_by": result.limited_by,
+        "ran_on_every_rank": result.ran_on_every_rank,
+        # Each rank's statistics are its own.
+        "weights": [tensor.tolist() for name, tensor in weights if "running" not in name],
     }
 
 
@@ -79,27 +79,17 @@ class NoData(Net):
             raise ZeroDivisionError("sample")
         return super().train_dataloader()
 
-    def configure_optimizers(
-        self,
-    ):  # estimated_stepping_batches has a barrier of Lightning's own
+    def configure_optimizers(self):  # estimated_stepping_batches has a barrier of Lightning's own
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-
-
-def unequal():
-    return compared(
-        lambda size: Net(size, mib=1.0),
-        nothing,
-        search={**room(120 if RANK == 0 else 60), "max_batch_size": 90, "val": False},
-    )
 
 
 def uneven_data():
     """Each rank has data of its own, of another length."""
     length = (37, 8)[RANK]
-    return compared(
+    return found_by_both(
         lambda size: Bare(),
-        lambda size: (Made(lambda own_size: DataLoader(data(length), own_size), size),),
-        search=NO_VAL,
+        {"max_batch_size": 12, "val": False},
+        lambda *sizes: (Made(lambda size: DataLoader(data(length), size), sizes[0]),),
         use_distributed_sampler=False,
         limit_train_batches=1,
     )
@@ -112,16 +102,6 @@ def budget():
     return callback.batch_size, found["sizes"]
 
 
-CASES = {
-    "budget": budget,
-    "loaders": lambda: compared(Net, nothing),
-    "collectives": lambda: compared(Talkative, nothing, search={"effective_batch_size": 48}),
-    "unequal": unequal,
-    "uneven_data": uneven_data,
-    "unprepared": lambda: failing(NoData),
-}
-
-
 def work(rank, folder):
     """What each case gives."""
     global RANK
@@ -130,4 +110,14 @@ def work(rank, folder):
     os.environ |= own
     warnings.simplefilter("ignore")
     fit(Net(), **RANKS)  # loads what later limits count on
-    return {name: case() for name, case in CASES.items()}
+    return {
+        "budget": budget(),
+        "loaders": found_by_both(Net, {"max_batch_size": 12}),
+        "collectives": found_by_both(Talkative, {"max_batch_size": 12, "effective_batch_size": 48}),
+        "unequal": found_by_both(
+            lambda size: Net(size, mib=1.0),
+            room(120 if rank == 0 else 60, max_batch_size=90, val=False),
+        ),
+        "uneven_data": uneven_data(),
+        "unprepared": failing(NoData),
+    }

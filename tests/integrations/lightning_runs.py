@@ -1,7 +1,7 @@
 """Runs of Lightning's trainer for the tests: with AutoBatch, and with the size that it found by hand."""
 
+import copy
 import random
-from typing import Any
 
 import numpy as np
 import torch
@@ -9,11 +9,13 @@ import torchmetrics
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from linnaeus import BudgetBatchSampler
 from linnaeus.autobatch import nest
+from linnaeus.integrations.lightning import AutoBatch
+from tests.helpers.bits import differences
 
 NUM_SAMPLES, NUM_VAL, WIDTH, NUM_CLASSES = 96, 30, 16, 4
 
@@ -72,10 +74,10 @@ class Net(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def train_dataloader(self):
-        return DataLoader(data(), self.batch_size, shuffle=True)
+        return loader(self.batch_size, shuffle=True)
 
     def val_dataloader(self):
-        return DataLoader(data(NUM_VAL), self.batch_size)
+        return loader(self.batch_size, NUM_VAL)
 
 
 class Large(Net):
@@ -123,10 +125,10 @@ class InHyperparameters(Net):
         self.save_hyperparameters()
 
     def train_dataloader(self):
-        return DataLoader(data(), self.hparams.batch_size, shuffle=True, drop_last=True)
+        return loader(self.hparams.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self):
-        return DataLoader(data(NUM_VAL), self.hparams.batch_size)
+        return loader(self.hparams.batch_size, NUM_VAL)
 
 
 class Bare(Net):
@@ -154,7 +156,7 @@ class Data(LightningDataModule):
         return DataLoader(self.dataset, self.batch_size, shuffle=True, generator=generator)
 
     def val_dataloader(self):
-        return DataLoader(data(NUM_VAL), self.val_batch_size)
+        return loader(self.val_batch_size, NUM_VAL)
 
 
 class Made(LightningDataModule):
@@ -168,7 +170,7 @@ class Made(LightningDataModule):
         return self.make(self.batch_size)
 
 
-class Noisy(Dataset[Any]):
+class Noisy(Dataset):
     """Samples with noise of a generator that the dataset holds."""
 
     def __init__(self):
@@ -212,7 +214,7 @@ class Manual(Net):
 
 
 class Needy(Net):
-    """Its steps need what its hooks make, and count in the module and in its optimizer."""
+    """Its steps need what its hooks make, count in the module and its optimizer, and log past Lightning."""
 
     def __init__(self, batch_size=4):
         super().__init__(batch_size)
@@ -225,32 +227,19 @@ class Needy(Net):
     def on_train_epoch_start(self):
         self.losses = []
 
-    def on_validation_epoch_start(self):
-        self.val_losses = []
-
     def training_step(self, batch, batch_idx):
         assert self.batch_size >= len(batch[0])
+        self.logger.log_metrics({"direct": 1.0}, step=batch_idx)
         loss = self.loss(batch) * self.weights.mean()
         self.num_steps += 1
         self.losses.append(loss.item())
         return loss * (1 + 1e-3 * self.num_steps) / (1 + self.global_step)
-
-    def validation_step(self, batch, batch_idx):
-        self.val_losses.append(self.loss(batch).item())
 
     def configure_optimizers(self):
         schedule = torch.optim.lr_scheduler.LinearLR(
             self.optimizer, start_factor=0.5, total_iters=5
         )
         return [self.optimizer], [schedule]
-
-
-class Direct(Net):
-    """Logs past Lightning, as a step of one's own may."""
-
-    def training_step(self, batch, batch_idx):
-        self.logger.log_metrics({"direct": 1.0}, step=batch_idx)
-        return super().training_step(batch, batch_idx)
 
 
 class Several(Net):
@@ -260,7 +249,7 @@ class Several(Net):
         self.log("val_loss", self.loss(batch))
 
     def val_dataloader(self):
-        return [DataLoader(data(NUM_VAL), self.batch_size), DataLoader(data(8), 8)]
+        return [loader(self.batch_size, NUM_VAL), loader(8, 8)]
 
 
 class Recorder(Logger):
@@ -312,10 +301,7 @@ def trainer_for(callbacks=(), **options):
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    given = {**quiet, **options}
-    if callable(given.get("strategy")):  # a strategy serves one trainer
-        given["strategy"] = given["strategy"]()
-    return Trainer(callbacks=list(callbacks), **given)
+    return Trainer(callbacks=list(callbacks), **{**quiet, **options})
 
 
 def outcome(trainer, module):
@@ -348,32 +334,32 @@ def outcome(trainer, module):
             if isinstance(each, EMAWeightAveraging)
         ],
     }
-    return nest.map_leaves(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, found
-    )
+    return copy.deepcopy(found)
 
 
-def loader(size, **options):
-    return DataLoader(data(), size, **options)
+def loader(size, num_samples=NUM_SAMPLES, **options):
+    return DataLoader(data(num_samples), size, **options)
 
 
 def nothing(*sizes):
     return ()
 
 
-CASES = {
-    "attribute": (Net, nothing, {}),
-    "hyperparameter": (InHyperparameters, nothing, {}),
-    "data module": (lambda size: Bare(), lambda *sizes: (Data(*sizes),), {}),
-    "manual": (Manual, nothing, {}),
-    "bf16, accumulation": (
-        Net,
-        nothing,
-        {"precision": "bf16-mixed", "accumulate_grad_batches": 3},
-    ),
-    "average": (Net, nothing, {"callbacks": lambda: [EMAWeightAveraging(decay=0.9)]}),
-    "needy": (Needy, nothing, {}),
-    "direct": (Direct, nothing, {}),
-    "several loaders": (Several, nothing, {}),
-}
-"""The module and what is handed to `fit`, for a batch size, and options of the trainer."""
+def compared(module, search, given=nothing, others=list, **options):
+    """The callback of a run that has searched, its outcome, and what differs with its sizes by hand.
+
+    Args:
+        module: makes the module for a batch size.
+        search: arguments of `AutoBatch`.
+        given: makes what is handed to `fit` for a batch size and one of validation.
+        others: makes the other callbacks.
+        options: of the trainer.
+    """
+    callback = AutoBatch(**search)
+    searched = fit(module(4), *given(4), callbacks=[*others(), callback], **options)
+    size = callback.batch_size
+    if callback._effective_batch_size is not None:
+        options["accumulate_grad_batches"] = searched["accumulate"]
+    loaders = given(size, callback.val_batch_size or size)
+    by_hand = fit(module(size), *loaders, callbacks=others(), **options)
+    return callback, searched, differences(searched, by_hand)

@@ -1,22 +1,15 @@
 """The callback for Lightning, in one process, against Lightning itself."""
 
-import json
 import logging
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 pytest.importorskip("lightning")
 
 import torch
-import torchmetrics
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-)
+from lightning.pytorch import Callback, callbacks
 from torch.utils.data import DataLoader, IterableDataset
 
 from linnaeus.autobatch.errors import AutoBatchError
@@ -24,7 +17,6 @@ from linnaeus.integrations.lightning import AutoBatch
 from tests.helpers.bits import differences
 from tests.helpers.ledger import Ledger, room
 from tests.integrations.lightning_runs import (
-    CASES,
     COSTS,
     WIDTH,
     Bare,
@@ -32,35 +24,52 @@ from tests.integrations.lightning_runs import (
     InHyperparameters,
     Large,
     Made,
+    Manual,
+    Needy,
     Net,
+    Several,
     Single,
     Within,
+    compared,
     data,
     fit,
+    loader,
     trainer_for,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, such as those about workers
 
 LARGE = 20
+SMALL = {"max_batch_size": LARGE, "steps_per_trial": 2}
+"""Arguments of a search of two or three trials."""
+NO_VAL = {"val": False}
 
 
 def small(**options):
-    """A search of two or three trials."""
-    return AutoBatch(**{"max_batch_size": LARGE, "steps_per_trial": 2, **options})
+    return AutoBatch(**{**SMALL, **options})
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_training_is_that_of_a_run_with_the_size_by_hand(name):
-    callback, (module, given, options) = small(), CASES[name]
-    options = dict(options)
-    others = options.pop("callbacks", list)
-    searched = fit(module(4), *given(4), callbacks=[*others(), callback], **options)
+def average():
+    return [callbacks.EMAWeightAveraging(decay=0.9)]
+
+
+CASES = {
+    "hyperparameter": (InHyperparameters, {}),
+    "data module": (lambda size: Bare(), {"given": lambda *sizes: (Data(*sizes),)}),
+    "manual": (Manual, {}),
+    "bf16, accumulation": (Net, {"precision": "bf16-mixed", "accumulate_grad_batches": 3}),
+    "needy": (Needy, {}),
+    "several loaders, average": (Several, {"others": average}),
+}
+"""What makes the module for a batch size, and options of `compared`."""
+
+
+@pytest.mark.parametrize(("module", "options"), CASES.values(), ids=CASES)
+def test_training_is_that_of_a_run_with_the_size_by_hand(module, options):
+    callback, searched, differing = compared(module, SMALL, **options)
     assert callback.batch_size == LARGE
-    loaders = given(LARGE, callback.val_batch_size or LARGE)
-    by_hand = fit(module(LARGE), *loaders, callbacks=others(), **options)
     assert searched["progress"]["epoch_progress"]["total"]["completed"] >= 1
-    assert differences(searched, by_hand) == []
+    assert differing == []
 
 
 def test_what_is_not_the_same_is_seen():
@@ -73,14 +82,48 @@ def test_what_is_not_the_same_is_seen():
 # --- sizes ---
 
 
-@pytest.mark.parametrize(
-    ("options", "average"),
-    [({"accumulate_grad_batches": 3}, False), ({"precision": "bf16-mixed"}, True)],
-)
-def test_training_takes_the_memory_that_the_search_measured(options, average):
-    def others():
-        return [EMAWeightAveraging(decay=0.9)] if average else []
+def test_validation_has_a_size_of_its_own_where_it_follows_and_is_asked_for():
+    class FixedValidation(Data):
+        def val_dataloader(self):
+            return loader(5, 10)
 
+    own = {"val_options": {"max_batch_size": 30}}
+    for kind, options, found in ((Data, own, 30), (FixedValidation, {}, 7), (Data, NO_VAL, 7)):
+        data_module, callback = kind(4, 7), small(**options)
+        fit(Bare(), data_module, callbacks=[callback])
+        assert (data_module.batch_size, data_module.val_batch_size) == (LARGE, found)
+        assert ("val" in callback.results) == (found == 30)
+
+
+def test_the_data_bound_the_size():
+    """One more than the samples is never tried."""
+    callback = small()
+    fit(Bare(), Made(lambda size: loader(size, 9)), callbacks=[callback])
+    assert (callback.batch_size, callback.results["train"].limited_by) == (9, "dataset")
+    callback = small()
+    fit(Net(), callbacks=[callback], limit_train_batches=0.2)  # of 96 samples
+    assert callback.batch_size == 19
+
+
+def test_the_batch_size_divides_the_effective_batch():
+    search = {"effective_batch_size": 72, "multiple_of": 24, "max_batch_size": 50}
+    callback, searched, differing = compared(Net, search)
+    assert (callback.batch_size, searched["accumulate"], differing) == (24, 3, [])
+    first = callback.results["train"]
+    fit(Net(), callbacks=[callback])
+    assert callback.results["train"] is not first, "a second fit searches again"
+
+
+def test_a_batch_more_than_four_times_as_large_is_a_line_on_the_learning_rate(caplog):
+    fit(Net(), callbacks=[small()])
+    assert "learning rate" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [({"accumulate_grad_batches": 3}, list), ({"precision": "bf16-mixed"}, average)],
+)
+def test_training_takes_the_memory_that_the_search_measured(options, others):
     fit(Net(mib=1.0))
     callback = AutoBatch(**room(120), max_batch_size=90, val=False)
     fit(Large(), callbacks=[*others(), callback], **options)
@@ -91,7 +134,7 @@ def test_training_takes_the_memory_that_the_search_measured(options, average):
     taken = {}
     for size in (result.batch_size, round(result.batch_size * 1.05) + 1):
         module = Large(size)
-        copied = sum(tensor.nbytes for tensor in module.state_dict().values()) if average else 0
+        copied = len(others()) * sum(tensor.nbytes for tensor in module.state_dict().values())
         with Ledger() as ledger:
             fit(module, callbacks=others(), limit_val_batches=0, **options)
         taken[size] = ledger.peak_bytes - copied
@@ -100,65 +143,13 @@ def test_training_takes_the_memory_that_the_search_measured(options, average):
     assert too_large > result.budget_bytes - result.held_bytes
 
 
-def test_validation_has_a_size_of_its_own_where_it_follows_and_is_asked_for():
-    class FixedValidation(Data):
-        def val_dataloader(self):
-            return DataLoader(data(10), 5)
-
-    own = {"val_options": {"max_batch_size": 30}}
-    for kind, options, found in (
-        (Data, own, 30),
-        (FixedValidation, {}, 7),
-        (Data, {"val": False}, 7),
-    ):
-        data_module, callback = kind(4, 7), small(**options)
-        fit(Bare(), data_module, callbacks=[callback])
-        assert (data_module.batch_size, data_module.val_batch_size) == (LARGE, found)
-        assert set(callback.results) == ({"train", "val"} if found == 30 else {"train"})
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "drop_last", "found", "limited_by"),
-    [(9, False, 9, "dataset"), (41, True, LARGE, "max_batch_size")],
-)
-def test_the_data_bound_the_size(num_samples, drop_last, found, limited_by):
-    """One more than the samples is never tried."""
-    callback = small()
-    made = Made(lambda size: DataLoader(data(num_samples), size, drop_last=drop_last))
-    fit(Bare(), made, callbacks=[callback])
-    assert (callback.batch_size, callback.results["train"].limited_by) == (found, limited_by)
-
-
-def test_a_search_begins_with_the_size_that_is_given():
-    callback = small(start=5, max_batch_size=8, val=False)
-    fit(Net(), callbacks=[callback])
-    assert callback.results["train"].trials[0].size == 5
-
-
-@pytest.mark.parametrize(
-    ("options", "size", "steps"),
-    [
-        ({"effective_batch_size": 60}, LARGE, 3),
-        ({"effective_batch_size": 72, "multiple_of": 24, "max_batch_size": 50}, 24, 3),
-    ],
-)
-def test_the_batch_size_divides_the_effective_batch(options, size, steps):
-    callback, module = small(**options), Net()
-    searched = fit(module, callbacks=[callback])
-    assert (callback.batch_size, searched["accumulate"]) == (size, steps)
-    assert differences(searched, fit(Net(size), accumulate_grad_batches=steps)) == []
-    first = callback.results["train"]
-    fit(module, callbacks=[callback])
-    assert callback.results["train"] is not first, "a second fit searches again"
-
-
 def test_a_limit_of_validation_holds_for_training_where_they_share_the_size():
     callback, module = small(val_options={"max_batch_size": 16}, effective_batch_size=64), Net()
     fit(module, callbacks=[callback])
     assert callback.batch_size == module.batch_size == callback.results["val"].batch_size == 16
 
 
-class Stream(IterableDataset[Any]):
+class Stream(IterableDataset):
     """Samples in an order of its own."""
 
     def __iter__(self):
@@ -172,12 +163,13 @@ def test_batches_of_a_stream_are_made_by_a_function():
         sizes.append(size)
         return torch.ones(size, 16), torch.zeros(size, dtype=torch.int64)
 
-    callback, found = small(make_batch=make_batch), list[Any]()
-    for size, callbacks in ((4, [callback]), (LARGE, [])):
-        made = Made(lambda size: DataLoader(Stream(), size), size)
-        found.append(fit(Bare(), made, callbacks=callbacks, max_steps=6))
+    def given(*sizes):
+        return (Made(lambda size: DataLoader(Stream(), size), sizes[0]),)
+
+    search = {**SMALL, "make_batch": make_batch}
+    *_, differing = compared(lambda size: Bare(), search, given, max_steps=6)
     assert LARGE in sizes
-    assert differences(*found) == []
+    assert differing == []
 
 
 # --- samples that differ in length, and limits of Lightning ---
@@ -190,69 +182,44 @@ class Plain(Net):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
 
+SEEN = set()
+"""Shapes of the batches of texts. A search puts attributes of the module back."""
+
+
 class Texts(Plain):
     """Few of its texts are long."""
 
-    lengths = [5 + index % 4 for index in range(300)]  # noqa: RUF012
-    lengths[77] = lengths[203] = 60
-    seen = set()  # noqa: RUF012
-
-    def __init__(self, batch_size=4, num_workers=0):
-        super().__init__(batch_size)
-        self.num_workers = num_workers
-
-    def make_loader(self, dataset):
-        return DataLoader(
-            dataset,
-            self.batch_size,
-            num_workers=self.num_workers,
-            collate_fn=lambda texts: torch.nn.utils.rnn.pad_sequence(texts, batch_first=True),
-        )
+    def __init__(self, lengths):
+        super().__init__()
+        self.lengths = lengths
 
     def train_dataloader(self):
-        return self.make_loader([torch.ones(length) for length in self.lengths])
+        texts = [torch.ones(length) for length in self.lengths]
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        return DataLoader(texts, self.batch_size, num_workers=1, collate_fn=pad)
 
     def training_step(self, batch, batch_idx):
-        self.seen.add(tuple(batch.shape))
+        SEEN.add(tuple(batch.shape))
         return self.net(batch[:, :1].expand(-1, 16)).sum()
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_trials_run_the_longest_samples_and_the_log_says_so(num_workers, caplog):
+def test_trials_run_the_longest_samples_and_the_log_says_so(caplog):
     caplog.set_level(logging.INFO, "linnaeus.autobatch")
-    module = Texts(num_workers=num_workers)
-    module.seen.clear()
+    module = Texts([60 if index in (77, 203) else 5 + index % 4 for index in range(300)])
     fit(module, callbacks=[small(val=False)], max_epochs=1, limit_train_batches=1)
-    assert (LARGE, 60) in module.seen
+    assert (LARGE, 60) in SEEN
     assert "differ in size" in caplog.text
 
 
-class Tailed(Texts):
-    """Most of its texts are not looked at, and the longest are few."""
-
-    lengths = [int(1 / (1e-3 + index * 7919 % 9000 / 9000)) for index in range(9000)]  # noqa: RUF012
-
-
 def test_a_size_is_reduced_where_samples_that_nobody_read_may_be_larger():
-    callback, module = small(val=False), Tailed()
+    """Most texts are not looked at, and the longest are few."""
+    module = Texts([int(1 / (1e-3 + index * 7919 % 9000 / 9000)) for index in range(9000)])
+    callback = small(val=False)
     fit(module, callbacks=[callback], max_epochs=1, limit_train_batches=1)
     result = callback.results["train"]
     assert result.limited_by == "unread_samples"
     assert 8 < module.batch_size == result.batch_size < LARGE
     assert result.batch_size in {trial.size for trial in result.trials}
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"limit_train_batches": 0.2}, 19),  # of 96 samples
-        ({"limit_train_batches": 7}, 40),
-    ],
-)
-def test_limits_of_lightning_bound_the_size(options, expected):
-    callback = AutoBatch(max_batch_size=40, steps_per_trial=1)
-    fit(Net(), callbacks=[callback], **options)
-    assert callback.batch_size == expected
 
 
 def test_a_module_without_a_validation_step_is_searched_and_no_file_written(tmp_path):
@@ -269,18 +236,16 @@ def test_a_module_without_a_validation_step_is_searched_and_no_file_written(tmp_
 
 
 class Keeping(Plain):
-    """A mode keeps a quarter of a MiB of each sample: in a list, or in the state of a metric."""
+    """A mode keeps a quarter of a MiB of each sample in a list."""
 
-    def __init__(self, batch_size=4, keeps="", mode="val"):
-        super().__init__(batch_size)
-        self.kept, self.metric, self.keeps, self.mode = [], torchmetrics.CatMetric(), keeps, mode
+    def __init__(self, mode):
+        super().__init__()
+        self.kept, self.mode = [], mode
 
     def keep(self, batch, mode):
         output = batch[0].new_ones(len(batch[0]), 2**16)
-        if mode == self.mode and self.keeps == "list":
+        if mode == self.mode:
             self.kept.append(output)
-        elif mode == self.mode and self.keeps == "metric":
-            self.metric.update(output)
 
     def training_step(self, batch, batch_idx):
         self.keep(batch, "train")
@@ -289,45 +254,32 @@ class Keeping(Plain):
     def validation_step(self, batch, batch_idx):
         self.keep(batch, "val")
 
-    def forget(self):
-        assert len(self.kept) in (0, -(-64 // self.batch_size)), "nothing of the trials is left"
-        self.kept.clear()
-        self.metric.reset()
-
     def on_train_epoch_end(self):
-        if self.mode == "train":
-            self.forget()
+        assert len(self.kept) in (0, 64 // self.batch_size), "nothing of the trials is left"
+        self.kept.clear()
 
-    def on_validation_epoch_end(self):
-        if self.mode == "val":
-            self.forget()
+    on_validation_epoch_end = on_train_epoch_end
 
     def train_dataloader(self):
-        return loader_of(64, self.batch_size)
+        return loader(self.batch_size, 64)
 
-    def val_dataloader(self):
-        return loader_of(64, self.batch_size)
-
-
-def loader_of(num_samples, size, **options):
-    return DataLoader(data(num_samples), size, **options)
+    val_dataloader = train_dataloader
 
 
-@pytest.mark.parametrize("mode", ["train", "val"])
-@pytest.mark.parametrize("keeps", ["", "list", "metric"])
-def test_a_mode_counts_what_its_whole_loop_keeps(keeps, mode):
+@pytest.mark.parametrize("keeping", ["train", "val"])
+def test_a_mode_counts_what_its_whole_loop_keeps(keeping):
     callback = AutoBatch(**room(100), max_batch_size=4, min_batch_size=4)
-    fit(Keeping(keeps=keeps, mode=mode), callbacks=[callback], num_sanity_val_steps=0)
-    result = callback.results[mode]
-    grown_mib = ((result.peak_bytes or 0) - result.held_bytes) / 2**20
-    expected = 64 / 4 if keeps else 1  # in a loop of 16 batches, or while a step runs
-    assert expected <= grown_mib < expected + 2
+    fit(Keeping(keeping), callbacks=[callback], num_sanity_val_steps=0, max_epochs=1)
+    for mode, result in callback.results.items():
+        grown_mib = (result.peak_bytes - result.held_bytes) / 2**20
+        expected = 64 / 4 if mode == keeping else 1  # in a loop of 16 batches, or while a step runs
+        assert expected <= grown_mib < expected + 2
 
 
 def test_validation_whose_loop_does_not_fit_is_no_result():
     callback = AutoBatch(**room(12), max_batch_size=4)
     with pytest.raises(AutoBatchError, match="val"):
-        fit(Keeping(keeps="list"), callbacks=[callback])
+        fit(Keeping("val"), callbacks=[callback])
 
 
 class Backbone(Plain):
@@ -346,12 +298,12 @@ class Backbone(Plain):
 
 def test_layers_that_a_callback_unfreezes_later_are_trained_in_trials():
     grown = []
-    for others in ([], [BackboneFinetuning(1)]):
+    for others in ([], [callbacks.BackboneFinetuning(1)]):
         callback, module = AutoBatch(max_batch_size=4, min_batch_size=4, val=False), Backbone()
         fit(module, callbacks=[*others, callback], max_epochs=1)
         assert module.backbone.weight.requires_grad == (not others)
         result = callback.results["train"]
-        grown.append((result.peak_bytes or 0) - result.held_bytes)
+        grown.append(result.peak_bytes - result.held_bytes)
     assert grown[0] == pytest.approx(grown[1], rel=0.01)
 
 
@@ -374,55 +326,20 @@ def test_accumulation_that_a_schedule_begins_later_is_in_trials():
             return super().training_step(batch, batch_idx)
 
     found = []
-    for others in ([], [GradientAccumulationScheduler({1: 4})]):
+    for others in ([], [callbacks.GradientAccumulationScheduler({1: 4})]):
         callback, Counted.num_calls = AutoBatch(max_batch_size=4, min_batch_size=4), 0
         fit(Counted(), callbacks=[*others, callback], max_epochs=1, limit_train_batches=1)
         found.append(Counted.num_calls - 1)
     assert found[1] == 2 * found[0] > 0
 
 
-def test_samples_that_trials_hold_are_no_memory_of_the_step(
-    caplog,
-):
-    rows = [(torch.zeros(2**16), 0) for _ in range(200)]
-
-    class Copies(torch.utils.data.Dataset[Any]):
-        def __len__(self):
-            return len(rows)
-
-        def __getitem__(self, index):
-            return rows[index][0].clone()[:WIDTH], torch.zeros(2**16)
-
-    class Two(Plain):
-        def train_dataloader(self):
-            return DataLoader(Copies(), self.batch_size, num_workers=1)
-
-        def training_step(self, batch, batch_idx):
-            return self.net(batch[0]).sum()
-
-    callback = AutoBatch(**room(100), max_batch_size=100, val=False)
-    fit(Two(), callbacks=[callback], max_epochs=1, limit_train_batches=1)
-    assert "from call to call" not in caplog.text
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_shared_memory_bounds_the_size_where_there_are_workers(num_workers, monkeypatch):
+def test_shared_memory_bounds_the_size_where_there_are_workers(monkeypatch):
     sample_bytes = 4 * WIDTH + 8
     usage = SimpleNamespace(free=2 * 5 * 7 * sample_bytes)
     monkeypatch.setattr("linnaeus.autobatch.memory.loader.shutil.disk_usage", lambda path: usage)
-    callback = small()
-    given = Made(lambda size: loader_of(96, size, num_workers=num_workers))
+    callback, given = small(), Made(lambda size: loader(size, num_workers=1))
     fit(Bare(), given, callbacks=[callback], max_epochs=1, limit_train_batches=1)
-    found = (callback.batch_size, callback.results["train"].limited_by)
-    assert found == ((7, "host_memory") if num_workers else (LARGE, "max_batch_size"))
-
-
-@pytest.mark.parametrize(("before", "is_said"), [(4, True), (5, False)])
-def test_a_batch_that_grows_by_more_than_four_is_a_line_on_the_learning_rate(
-    caplog, before, is_said
-):
-    fit(Net(before), callbacks=[small()])
-    assert ("learning rate" in caplog.text) == is_said
+    assert (callback.batch_size, callback.results["train"].limited_by) == (7, "host_memory")
 
 
 # --- resumption ---
@@ -445,9 +362,8 @@ class Constant(Plain, Single):
     """Without a schedule that ends."""
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_batches_of_a_cost_are_those_of_the_budget_by_hand(tmp_path, steps):
-    options = {"accumulate_grad_batches": steps}
+def test_batches_of_a_cost_are_those_of_the_budget_by_hand():
+    options = {"accumulate_grad_batches": 3}
     callback = AutoBatch(cost=COSTS, **room(120))
     found = fit(Single(mib=1.0), callbacks=[callback], **options)
     result, budget = callback.results["train"], callback.batch_size
@@ -479,8 +395,6 @@ def test_a_cost_takes_loaders_that_fit_was_given_and_resumes(tmp_path):
 def test_a_resumed_run_uses_the_size_of_the_earlier_one(tmp_path):
     """Whatever is fastest."""
     path = checkpoint(tmp_path, max_batch_size=12)
-    saved = torch.load(path, weights_only=True)["callbacks"]["AutoBatch"]
-    assert saved["sizes"] == {"train": 12}
     callback = small(max_batch_size=60, objective="throughput")
     module = Net.load_from_checkpoint(path, weights_only=False)
     resumed = fit(module, callbacks=[callback], ckpt=path)
@@ -533,28 +447,19 @@ def test_an_error_that_is_not_about_memory_is_raised_as_it_is_and_leaves_the_siz
         trainer.fit(module)
     assert module.batch_size == 4
     assert "_setup_model" not in vars(trainer.strategy)
-    assert len(trainer.callbacks) == 1
 
 
-def test_lightnings_command_line_configures_the_callback(tmp_path):
+def test_lightnings_command_line_configures_the_callback():
     pytest.importorskip("jsonargparse")
     from lightning.pytorch.cli import LightningCLI
 
-    own = {
-        "target_memory_fraction": 0.9,
-        "max_batch_size": 20,
-        "val_options": {"max_batch_size": 16},
-    }
+    own = {"max_batch_size": 20, "val_options": {"max_batch_size": 16}}
     callback = {"class_path": "linnaeus.integrations.lightning.AutoBatch", "init_args": own}
-    config = tmp_path / "config.yaml"  # JSON is YAML
-    config.write_text(json.dumps({"trainer": {"accelerator": "cpu", "callbacks": [callback]}}))
-    cli = LightningCLI(Net, run=False, args=["--config", str(config)], save_config_callback=None)
+    config = {"trainer": {"accelerator": "cpu", "callbacks": [callback]}}
+    cli = LightningCLI(Net, run=False, args=config, save_config_callback=None)
     (found,) = (each for each in cli.trainer.callbacks if isinstance(each, AutoBatch))
-    assert (
-        found._options["train"].items()
-        >= {"target_memory_fraction": 0.9, "max_batch_size": 20}.items()
-    )
-    assert found._options["val"]["max_batch_size"] == 16
+    sizes = {mode: options["max_batch_size"] for mode, options in found._options.items()}
+    assert sizes == {"train": 20, "val": 16}
 
 
 def test_nothing_is_searched_in_a_fast_run_nor_in_validation():

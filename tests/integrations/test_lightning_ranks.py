@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -12,8 +11,6 @@ pytest.importorskip("lightning")
 from tests.helpers.forks import ROOT
 from tests.helpers.processes import compute
 from tests.helpers.runs import free_ports
-
-Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +65,11 @@ def test_an_error_of_one_rank_ends_all_with_the_cause(found):
 
 
 def test_the_example_trains_on_two_ranks_of_lightnings_own_launcher():
-    command = [sys.executable, str(ROOT / "examples" / "lightning_digits.py"), "--epochs", "1"]
-    done = subprocess.run(
-        [*command, "--devices", "2", "--accelerator", "cpu", "--effective-batch-size", "200"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    example = ROOT / "examples" / "lightning_digits.py"
+    argv = ("--epochs", "1", "--devices", "2", "--accelerator", "cpu")
+    command = [sys.executable, example, *argv, "--effective-batch-size", "200"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found, accuracy = done.stdout.splitlines()[-2:]
     assert (found.split()[2], accuracy.split()[-2]) == ("50", "8")

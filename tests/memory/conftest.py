@@ -6,8 +6,7 @@ import psutil
 import pytest
 import torch
 
-import linnaeus.autobatch.memory.host
-from linnaeus.autobatch.memory.host import CpuMemory, available_host_bytes
+from linnaeus.autobatch.memory import host
 from linnaeus.autobatch.trial import existing_objects_frozen
 
 MIB = 1024**2
@@ -44,34 +43,37 @@ class Cgroups:
         self.membership.write_text("".join(f"{line}\n" for line in lines))
 
     def v2(self, path, limit, used=0, inactive=0):
-        folder = self._folder(self.root / path.strip("/"))
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.current").write_text(f"{used}\n")
-        (folder / "memory.stat").write_text(f"anon 4096\nfile 8192\ninactive_file {inactive}\n")
-        return folder
+        files = {
+            "memory.max": limit,
+            "memory.current": used,
+            "memory.stat": f"anon 4096\nfile 8192\ninactive_file {inactive}",
+        }
+        self._write(self.root / path.strip("/"), files)
 
     def v1(self, path, limit, used=0, inactive=0):
-        folder = self._folder(self.root / "memory" / path.strip("/"))
-        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
-        (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
-        (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {inactive}\n")
-        return folder
+        files = {
+            "memory.limit_in_bytes": limit,
+            "memory.usage_in_bytes": used,
+            "memory.stat": f"inactive_file 1\ntotal_inactive_file {inactive}",
+        }
+        self._write(self.root / "memory" / path.strip("/"), files)
 
-    def _folder(self, folder):
+    def _write(self, folder, files):
         folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        for name, content in files.items():
+            (folder / name).write_text(f"{content}\n")
 
     def memory(self):
-        return CpuMemory(CPU)
+        return host.CpuMemory(CPU)
 
     def available(self):
-        return available_host_bytes()
+        return host.available_host_bytes()
 
 
 @pytest.fixture
 def cgroups(tmp_path, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     files = Cgroups(tmp_path)
-    monkeypatch.setattr(linnaeus.autobatch.memory.host, "CGROUPS", files.root)
-    monkeypatch.setattr(linnaeus.autobatch.memory.host, "MEMBERSHIP", files.membership)
+    monkeypatch.setattr(host, "CGROUPS", files.root)
+    monkeypatch.setattr(host, "MEMBERSHIP", files.membership)
     return files

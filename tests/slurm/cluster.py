@@ -199,12 +199,7 @@ class Cluster:
                 )
             )
 
-    def _await(
-        self,
-        condition,
-        timeout_s=30,
-        shown=None,
-    ):
+    def _await(self, condition, timeout_s=30, shown=None):
         """As `wait_until`, but each look asks the controller, and states of SLURM may take minutes."""
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -1,7 +1,5 @@
 """A model that is slow until its folder holds a file named `quick`, so that a test can disturb its run."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -13,10 +11,10 @@ STEP_S = 0.5
 class Linear(torch.nn.Linear):
     """Logits for images of 3 × 8 × 8; each training step sleeps `STEP_S` seconds."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes):
         super().__init__(3 * 8 * 8, num_classes)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images):
         if self.training and not Path("quick").exists():
             time.sleep(STEP_S)
         return super().forward(images.flatten(1))

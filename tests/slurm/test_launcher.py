@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from linnaeus.runtime.run_folder import read_state
-from linnaeus.sweep.folder import Sweep
-from linnaeus.sweep.search import Study
 from linnaeus.sweep.slurm import TIME_IS_OVER
 from tests.helpers.run_files import figures
 from tests.helpers.runs import wait_until
@@ -32,18 +30,6 @@ SWEEP = ("sweep", "--cfg", "my_exp.yaml", "EXPERIMENT.SEED=range(0,4)", "TRAIN.E
 def slurm(tmp_path_factory):
     with Cluster(tmp_path_factory.mktemp("slurm"), **ENV) as running:
         yield running
-
-
-SEARCH = (
-    "sweep",
-    "--cfg",
-    "my_exp.yaml",
-    "--search",
-    "optuna",
-    "OPTIMIZER.LR=interval(1e-6,1e-1)",
-    "TRAIN.EPOCHS=4",
-    *ON_SLURM,
-)
 
 
 def outputs_of(sweep):
@@ -143,35 +129,6 @@ def test_a_single_run_goes_on_when_its_time_is_nearly_over(slurm, tmp_path):
     assert validations_of(tmp_path / "runs/small") == [6 * epoch for epoch in range(1, 5)]
     earlier = [path.read_text() for path in (tmp_path / "runs").glob("small.*/config.yaml")]
     assert earlier == ["earlier"]
-
-
-def test_tasks_without_torchrun_are_refused(slurm, tmp_path):
-    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
-    tasks = ("srun", "--ntasks=2", *LINNAEUS, "train", "--cfg", "my_exp.yaml")
-    refused = slurm.try_call(*tasks, cwd=tmp_path)
-    assert refused.code == 2, refused
-    assert "--launcher slurm" in refused.err
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_search_on_slurm(slurm, tmp_path):
-    """A trial is pruned against five that have ended, so the sixth is added later."""
-    pytest.importorskip("optuna")
-    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
-    sweep = tmp_path / "runs/small"
-    shell = Shell(slurm, tmp_path, *SEARCH, "--trials", "5")
-    wait_until(lambda: len([*sweep.glob("*/checkpoints/last.pt")]) == 2, log=shell.log)
-    assert len(queue(slurm)) == 2, "as --jobs says"
-    urgent = slurm.call("sbatch", "--parsable", "--partition=high", "--ntasks=1", "--wrap=true")
-    slurm.wait_for(urgent, "JobState", "COMPLETED")
-    (tmp_path / "quick").touch()
-    assert shell.end() == 0, shell.log.read_text()
-    assert [entry["status"] for entry in figures(sweep)] == ["finished"] * 5
-    assert outputs_of(sweep).count(QUEUED_AGAIN) == 1, outputs_of(sweep)
-    again = Shell(slurm, tmp_path, *SEARCH, "--trials", "6")
-    again.end()
-    trials = Study(Sweep.read(sweep)).trials()
-    assert [trial.state.is_finished() for trial in trials] == [True] * 6
 
 
 def table(text):
