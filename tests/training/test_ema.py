@@ -8,7 +8,7 @@ from linnaeus.main import cli
 from linnaeus.metrics import larger_is_better
 from linnaeus.training.ema import Ema
 from tests.helpers.runs import checkpoint_of
-from tests.helpers.small_runs import NAME, assert_same_states, curve, lines_of
+from tests.helpers.small_runs import assert_same_states, curve, lines_of
 from tests.test_resume import RESUMABLE, interrupted
 
 
@@ -95,22 +95,12 @@ def test_an_average_of_last_epochs_is_resumed_exactly(run, tmp_path, averaged, a
     assert_same_states(tmp_path / "runs/plain", averaged)
 
 
-@pytest.mark.e2e
-def test_ranks_resume_an_average_of_last_epochs_exactly(torchrun, tmp_path):
-    folders = [tmp_path / "runs" / name for name in ("whole", "stopped")]
-    assert torchrun(2, *AVERAGED, f"{NAME}whole").code == 0
-    assert torchrun(2, *AVERAGED, f"{NAME}stopped", interrupted(80)).code != 0
-    assert torchrun(2, *AVERAGED, f"{NAME}stopped").code == 0
-    assert_same_states(*folders)
-
-
 @pytest.mark.parametrize(
     ("options", "key"),
     [
         ("TRAIN.EMA.SWA_EPOCHS=3", "TRAIN.EMA.SWA_EPOCHS"),
         ("TRAIN.EMA.SWA_EPOCHS=1 TRAIN.MAX_STEPS=30", "TRAIN.EMA.SWA_EPOCHS"),
         ("TRAIN.EMA.SWA_EPOCHS=1 TRAIN.EMA.ENABLED=False", "TRAIN.EMA.ENABLED"),
-        ("TRAIN.EMA.VALIDATE_RAW=True TRAIN.EMA.ENABLED=False", "TRAIN.EMA.ENABLED"),
     ],
 )
 def test_an_average_that_cannot_be_is_an_error(run, options, key):

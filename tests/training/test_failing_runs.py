@@ -5,12 +5,10 @@ import os
 import pytest
 import torch
 
+from linnaeus.main import cli
 from linnaeus.training.checkpoint import load_checkpoint
-from tests.helpers import forks
-from tests.helpers.forks import ROOT
-from tests.helpers.runs import TORCHRUN, checkpoint_of
+from tests.helpers.runs import checkpoint_of
 from tests.helpers.small_runs import (
-    NAME,
     PLAIN,
     Clusters,
     Layers,
@@ -54,7 +52,7 @@ class Caller:
 
 
 class Net(Layers):
-    """Fails in a forward or backward pass of training, or gives NaN from then on."""
+    """Fails in a backward pass of training, or gives NaN from some step on."""
 
     def __init__(self, num_classes):
         super().__init__(num_classes)
@@ -65,7 +63,6 @@ class Net(Layers):
         if not self.training:
             return outputs
         self.num_steps += 1
-        fail_at("forward", self.num_steps)
         outputs.register_hook(lambda _: fail_at("backward", self.num_steps))
         is_nan = os.environ.get("NAN_FROM", "999") <= str(self.num_steps)
         return outputs * torch.nan if is_nan else outputs
@@ -103,10 +100,9 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run without a fault."""
-    folder, env = tmp_path_factory.mktemp("whole"), {"PYTHONPATH": str(ROOT)}
-    ended = forks.python("-m", "linnaeus.main", *RUN, f"{NAME}whole", cwd=folder, env=env)
-    assert ended.code == 0, ended.err
-    return folder / "runs/whole"
+    folder = tmp_path_factory.mktemp("whole")
+    assert cli([*RUN, f"EXPERIMENT.OUTPUT_DIR={folder}"]) == 0
+    return folder / "plain"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -134,51 +130,44 @@ def test_a_failed_run_goes_on_after_its_last_step(
     assert bests[0] == bests[1]
 
 
+OWN_OPTIMIZER = ("~OPTIMIZER", f"OPTIMIZER._target_={__name__}.HalfUpdate", "OPTIMIZER.lr=0.1")
+
+
 @pytest.mark.parametrize(
-    ("fault", "options", "step"),
-    [
-        (
-            "update 7",
-            ("~OPTIMIZER", f"OPTIMIZER._target_={__name__}.HalfUpdate", "OPTIMIZER.lr=0.1"),
-            4,
-        ),
-        ("on_step_end 7", ("TRAIN.LOG_EVERY=100",), 4),
-    ],
+    ("fault", "nan_from", "options"),
+    [("update 7", "999", OWN_OPTIMIZER), ("on_step_end 7", "6", ("TRAIN.LOG_EVERY=100",))],
 )
 def test_a_state_that_is_not_whole_is_not_saved(
-    run_in_child,
-    tmp_path,
-    monkeypatch,
-    fault,
-    options,
-    step,
+    run_in_child, tmp_path, monkeypatch, fault, nan_from, options
 ):
     monkeypatch.setenv(FAULT, fault)
-    monkeypatch.setenv("NAN_FROM", "6" if step == 4 and "on" in fault else "999")
-    HalfUpdate.num_steps = 0
+    monkeypatch.setenv("NAN_FROM", nan_from)
     assert run_in_child(*RUN, *options).code == 1
-    assert checkpoint_of(tmp_path / "runs/plain")["progress"]["step"] == step
+    assert checkpoint_of(tmp_path / "runs/plain")["progress"]["step"] == 4
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("rank", "sharding"), [(0, "none"), (1, "none"), (-1, "none"), (1, "full")]
 )
-def test_one_of_two_ranks_that_fails_saves_for_both(tmp_path, rank, sharding):
-    command = [*TORCHRUN, "--nproc_per_node=2", "-m", "linnaeus.main"]
-    options = (*RUN, "DATA.BATCH_SIZE=16", f"DATA.DATASET.rank={rank}", "TRAIN.AUTO_RESUME=True")
-    options = (*options, f"DIST.SHARDING={sharding}")
-    ends = []
-    for fault in ("val 5", ""):
-        env = {"PYTHONPATH": str(ROOT), FAULT: fault}
-        ends.append(forks.python(*command, *options, cwd=tmp_path, env=env))
-        saved = tmp_path / "runs/plain/checkpoints/failed_rank.pt"
-        if fault and sharding == "none":
-            progress = load_checkpoint(saved)["progress"]
-            assert (progress["epoch"], progress["step"], progress["samples"]) == (0, 4, 128)
-        assert saved.exists() == (fault != "" and sharding == "none")
-    assert ends[0].code != 0
-    assert "the fault in val" in ends[0].err
-    assert ends[1].code == 0, ends[1].err
-    assert curve(tmp_path / "runs/plain")[0] == list(range(1, 13))
-    assert validations_of(tmp_path / "runs/plain") == [4, 8, 12]
+def test_one_of_two_ranks_that_fails_saves_for_both(
+    torchrun, tmp_path, monkeypatch, rank, sharding
+):
+    own = (f"DATA.DATASET.rank={rank}", f"DIST.SHARDING={sharding}", "TRAIN.AUTO_RESUME=True")
+    options = (*RUN, "DATA.BATCH_SIZE=16", *own)
+    folder = tmp_path / "runs/plain"
+    saved = folder / "checkpoints/failed_rank.pt"
+    monkeypatch.setenv(FAULT, "val 5")
+    ended = torchrun(2, *options)
+    assert ended.code != 0
+    assert "the fault in val" in ended.err
+    assert saved.exists() == (sharding == "none")
+    if saved.exists():
+        progress = load_checkpoint(saved)["progress"]
+        assert (progress["epoch"], progress["step"], progress["samples"]) == (0, 4, 128)
+    monkeypatch.delenv(FAULT)
+    ended = torchrun(2, *options)
+    assert ended.code == 0, ended.err
+    assert not saved.exists()
+    assert curve(folder)[0] == list(range(1, 13))
+    assert validations_of(folder) == [4, 8, 12]

@@ -17,17 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from linnaeus.config.schema import (
-    AugmentConfig,
-    DataConfig,
-    DatasetConfig,
-    EmaConfig,
-    LossConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
 from linnaeus.data.batch import Batch
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
@@ -35,18 +24,23 @@ from linnaeus.runtime.distributed import World
 from linnaeus.runtime.rng import seed_all
 from linnaeus.training.build import assemble
 from linnaeus.training.schedule import Schedule
+from tests.helpers.configs import load
 
 RECORD = Path(__file__).parent / "golden" / "losses.json"
 NUM_STEPS = 20
 TOLERANCE = 1e-3
 
-DATA = DataConfig(
-    DATASET=DatasetConfig(NAME="digits"),
-    IMG_SIZE=8,
-    AUGMENT=AugmentConfig(CROP_SCALE=[1.0, 1.0], HFLIP=0.5),
-)
-TRAIN = TrainConfig(
-    ACCUMULATION_STEPS=2, CLIP_GRAD_NORM=1.0, EMA=EmaConfig(ENABLED=True, DECAY=0.9)
+CONFIG = load(
+    "DATA.DATASET.NAME=digits",
+    "DATA.IMG_SIZE=8",
+    "DATA.AUGMENT.CROP_SCALE=[1.0,1.0]",
+    "DATA.AUGMENT.HFLIP=0.5",
+    "MODEL.NAME=test_resnet",
+    "LOSS.LABEL_SMOOTHING=0.1",
+    "TRAIN.ACCUMULATION_STEPS=2",
+    "TRAIN.CLIP_GRAD_NORM=1.0",
+    "TRAIN.EMA.ENABLED=True",
+    "TRAIN.EMA.DECAY=0.9",
 )
 
 
@@ -59,31 +53,29 @@ def in_float64(loader, precision):
 def train(num_steps=NUM_STEPS):
     """The figures of the run, or of its first steps."""
     seed_all(0)
-    device = torch.device("cpu")
-    data = build_data(DATA, seed=0)
-    model, loss = ModelConfig(NAME="test_resnet"), LossConfig(LABEL_SMOOTHING=0.1)
-    parts = assemble(model, loss, OptimizerConfig(), TRAIN, data, World(device))
+    data, world, train = build_data(CONFIG.DATA, seed=0), World(torch.device("cpu")), CONFIG.TRAIN
+    parts = assemble(CONFIG.MODEL, CONFIG.LOSS, CONFIG.OPTIMIZER, train, data, world)
     for model in (parts.model, parts.ema.module):
         model.double()
     steps = {"steps_per_epoch": [NUM_STEPS], "warmup_steps": NUM_STEPS // 2}
-    schedule = Schedule(ScheduleConfig(), parts.optimizer, **steps)
+    schedule = Schedule(CONFIG.SCHEDULE, parts.optimizer, **steps)
     losses = []
     with build_loaders(
         data,
-        DATA,
-        World(device),
-        sizes=lambda epoch, skip: repeat(32, NUM_STEPS * TRAIN.ACCUMULATION_STEPS),
+        CONFIG.DATA,
+        world,
+        sizes=lambda epoch, skip: repeat(32, NUM_STEPS * train.ACCUMULATION_STEPS),
         batch_size_val=64,
         seed=0,
     ) as loaders:
         batches = in_float64(loaders.train, parts.train_step.precision)
         parts.model.train()
         for step in range(num_steps):
-            losses.append(float(parts.train_step(batches, TRAIN.ACCUMULATION_STEPS)))
+            losses.append(float(parts.train_step(batches, train.ACCUMULATION_STEPS)))
             schedule.apply(step + 1)
         for batch in islice(in_float64(loaders.val, parts.train_step.precision), 2):
             parts.validation_step(batch)
-    return {"train": losses, "val": parts.metrics.compute(World(device))}
+    return {"train": losses, "val": parts.metrics.compute(world)}
 
 
 @pytest.fixture(scope="module")

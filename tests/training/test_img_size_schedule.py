@@ -11,7 +11,7 @@ from torch import nn
 
 from linnaeus.main import cli
 from tests.helpers.runs import SMALL, assert_same_bits, checkpoint_of, weights
-from tests.helpers.small_runs import lines_of, plan_of
+from tests.helpers.small_runs import NAME, lines_of, plan_of
 
 MOST_PIXELS = 8 * 32 * 32
 """Pixels of the largest micro-batch that fits: 8 images of side 32, 32 of side 16."""
@@ -61,7 +61,16 @@ RUN = (
     "DATA.AUGMENT.CROP_SCALE=[0.5,1]",
 )
 """Six steps of each epoch, of which the first two have images of side 16."""
-SIDES = {"16": 16, "24": 24, "32": 32}
+
+
+def interrupted(step):
+    return f"TRAIN.CALLBACKS=[{{_target_: {__name__}.Interrupt, step: {step}}}]"
+
+
+def sizes_in(folder):
+    """The sizes of `autobatch.json`, by side."""
+    sides = json.loads((folder / "autobatch.json").read_text())["sides"]
+    return [sides[side]["batch_size"] for side in ("16", "24", "32")]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -87,8 +96,7 @@ def grown(tmp_path_factory):
 
 @pytest.mark.parametrize("step", [9, 12, 13])
 def test_a_resumed_run_is_the_same_at_any_step(run, tmp_path, grown, step):
-    interrupt = f"TRAIN.CALLBACKS=[{{_target_: {__name__}.Interrupt, step: {step}}}]"
-    assert run(*RUN, interrupt).code == 130
+    assert run(*RUN, interrupted(step)).code == 130
     assert checkpoint_of(tmp_path / "runs/small")["progress"]["step"] == step
     assert run(*RUN, "TRAIN.AUTO_RESUME=True").code == 0
     assert_same_bits(grown, weights(tmp_path / "runs/small"))
@@ -114,52 +122,25 @@ SEARCHED = (
     ("options", "found", "trained"),
     [
         # 24 samples of an optimizer step: at once at the first side, in parts that fit at the others.
-        ("TRAIN.EFFECTIVE_BATCH_SIZE=24", [24, 14, 8], {(24, 16), (12, 24), (8, 32)}),
+        (("TRAIN.EFFECTIVE_BATCH_SIZE=24",), [24, 14, 8], {(24, 16), (12, 24), (8, 32)}),
         # Without one, the size of the largest side holds for all.
-        ("", [8, 8, 8], {(8, 16), (8, 24), (8, 32)}),
+        ((), [8, 8, 8], {(8, 16), (8, 24), (8, 32)}),
     ],
 )
-def test_autobatch_finds_a_size_for_each_side(run, tmp_path, options, found, trained):
-    folder = tmp_path / "runs/small"
-    outcome = run(*SEARCHED, *options.split())
+def test_autobatch_finds_a_size_for_each_side_that_resumes(run, tmp_path, options, found, trained):
+    folder, stopped = tmp_path / "runs/small", tmp_path / "runs/stopped"
+    searched = (*SEARCHED, *options)
+    outcome = run(*searched)
     assert outcome.code == 0, outcome.err
-    content = json.loads((folder / "autobatch.json").read_text())
-    assert [content["sides"][side]["batch_size"] for side in SIDES] == found
-    assert content["train"]["batch_size"] == found[-1]
+    assert sizes_in(folder) == found
     num_steps = plan_of(folder)["TOTAL_STEPS"]
+    assert len(lines_of(folder)) == num_steps == 4 * 48 // plan_of(folder)["EFFECTIVE_BATCH"]
+    assert run(*searched, f"{NAME}stopped", interrupted(1)).code == 130
     Pixels.seen.clear()
-    assert run(*SEARCHED, *options.split(), "DATA.AUTOBATCH.START=8").code == 0
-    held = {(number, side) for is_training, number, side in Pixels.seen if is_training}
-    assert trained <= held
-    assert len(lines_of(folder)) == num_steps
-    assert num_steps == 4 * 48 // plan_of(folder)["EFFECTIVE_BATCH"]
-
-
-@pytest.mark.e2e
-@pytest.mark.usefixtures("few_timed_steps")
-def test_a_resumed_run_keeps_the_size_of_each_side(run, tmp_path):
-    searched = (*SEARCHED, "TRAIN.EFFECTIVE_BATCH_SIZE=24")
-    assert run(*searched).code == 0
-    interrupt = f"TRAIN.CALLBACKS=[{{_target_: {__name__}.Interrupt, step: 5}}]"
-    stopped = (*searched, "EXPERIMENT.NAME=stopped")
-    assert run(*stopped, interrupt).code == 130
-    assert run(*stopped, "TRAIN.AUTO_RESUME=True").code == 0
-    assert_same_bits(weights(tmp_path / "runs/small"), weights(tmp_path / "runs/stopped"))
-    sides = json.loads((tmp_path / "runs/stopped/autobatch.json").read_text())["sides"]
-    assert [sides[side]["batch_size"] for side in SIDES] == [24, 14, 8]
-    assert {entry["limited_by"] for entry in sides.values()} == {"checkpoint"}
-
-
-@pytest.mark.e2e
-@pytest.mark.distributed
-def test_two_ranks_find_the_same_size_for_each_side(torchrun, tmp_path):
-    outcome = torchrun(2, *SEARCHED, "TRAIN.EFFECTIVE_BATCH_SIZE=40")
-    assert outcome.code == 0, outcome.err
-    folder = tmp_path / "runs/small"
-    sides = json.loads((folder / "autobatch.json").read_text())["sides"]
-    assert [sides[side]["batch_size"] for side in SIDES] == [20, 14, 8]
-    assert all(entry["ran_on_every_rank"] for entry in sides.values())
-    assert plan_of(folder)["EFFECTIVE_BATCH"] == 40
+    assert run(*searched, f"{NAME}stopped", "TRAIN.AUTO_RESUME=True").code == 0
+    assert trained <= {(number, side) for is_training, number, side in Pixels.seen if is_training}
+    assert_same_bits(weights(folder), weights(stopped))
+    assert sizes_in(stopped) == found
 
 
 def test_a_transformer_of_timm_grows_and_ends_at_the_last_side(run, tmp_path):
@@ -178,12 +159,9 @@ TENSORS = ("~DATA.DATASET", "DATA.DATASET._target_=tests.helpers.small_runs.Clus
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        (["DATA.IMG_SIZE_SCHEDULE=[[2,16]]"], "DATA.IMG_SIZE_SCHEDULE"),
-        (["DATA.IMG_SIZE_SCHEDULE=[[1,32],[2,16]]"], "DATA.IMG_SIZE_SCHEDULE"),
         (["DATA.IMG_SIZE_SCHEDULE=[[1,16],[5,32]]"], "DATA.IMG_SIZE_SCHEDULE"),
         (["DATA.IMG_SIZE=48"], "DATA.IMG_SIZE"),
         (["TRAIN.MAX_STEPS=9"], "TRAIN.MAX_STEPS"),
-        (["DATA.IMG_SIZE_SCHEDULE=[[1,2],[2,32]]"], "DATA.IMG_SIZE_SCHEDULE"),
         (["~MODEL", "MODEL.NAME=mixer_s16_224"], "DATA.IMG_SIZE_SCHEDULE"),
         (TENSORS, "DATA.IMG_SIZE_SCHEDULE"),
     ],

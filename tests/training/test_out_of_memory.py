@@ -76,14 +76,10 @@ def test_so_does_a_step_that_fails_while_gradients_are_clipped(tmp_path, monkeyp
 
 
 def test_without_the_fault_nothing_is_split(tmp_path, smaller):
-    plain = trained(tmp_path / "a", EFFECTIVE)
+    plain = trained(tmp_path, EFFECTIVE)
     assert "micro_batch_limit" not in plain
-    with trainer_of(tmp_path / "c", EFFECTIVE) as trainer:
-        trainer.fit()
-    assert of_training(plain) == of_training(load_checkpoint(tmp_path / "c/checkpoints/last.pt"))
-    assert of_training(plain) != of_training(
-        smaller["forward"]
-    )  # so equal bits say that a step was split
+    # So equal bits say that a step was split.
+    assert of_training(plain) != of_training(smaller["forward"])
 
 
 def test_odd_micro_batches_are_split_and_weighted_by_their_samples(tmp_path):

@@ -8,23 +8,21 @@ import timm
 import torch
 import torch.nn.functional as functional
 from torch import nn
-from torch.profiler import profile
-from torchmetrics.classification import MulticlassAccuracy
-from torchmetrics.functional.classification import multilabel_average_precision, multilabel_f1_score
 
 from linnaeus.data.batch import Batch
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.runtime.distributed import World
 from linnaeus.training.accuracy import ClassificationMetrics
-from linnaeus.training.checkpoint import broadcast_state
+from linnaeus.training.checkpoint import broadcast_state, load_checkpoint
 from linnaeus.training.ddp import distribute_batchnorm, wrap
-from linnaeus.training.ema import Ema
 from linnaeus.training.losses import TaxonomicCrossEntropy
 from linnaeus.training.precision import Precision
 from linnaeus.training.step import TrainStep, ValidationStep
 from tests.helpers.bits import bits
 from tests.helpers.processes import compute, group_of
+from tests.helpers.small_runs import NAME
+from tests.test_resume import RESUMABLE, interrupted
 
 pytestmark = [pytest.mark.distributed, pytest.mark.e2e]
 
@@ -44,25 +42,15 @@ def work(rank, folder):
                 results |= gradients(world)
                 results |= validations(world)
                 if world_size == 3:
-                    results["three"] = distributed(world)
-                    results["state"] = transferred(world)
+                    results["statistics"] = distributed(world)
+                    results["state"] = broadcast_state(make_state() if rank == 0 else None, world)
                     results["read"] = read_on_main(world)
-                    results |= {("passes", how): two_passes(world, how) for how in WRAPPERS}
-                if world_size == 2:
-                    results |= metrics_of_seven_levels(world)
-                    results["sets"] = fill_sets(ClassificationMetrics(SETS), rank, 2).compute(world)
-                    results["distributed"] = distributed(world)
                     results |= {
-                        ("stops", stops): trained(world, stops=stops) for stops in (False, True)
+                        how: two_passes(world, wrapper) for how, wrapper in WRAPPERS.items()
                     }
+                if world_size == 2:
+                    results |= metrics_of_two(world)
     return results
-
-
-def num_collectives(function):
-    """How many collectives of the process group a call runs."""
-    with profile() as profiler:
-        function()
-    return sum(event.count for event in profiler.key_averages() if event.key.startswith("c10d::"))
 
 
 @pytest.fixture(scope="module")
@@ -71,24 +59,19 @@ def ranks(tmp_path_factory):
     return compute(__name__, max(WORLD_SIZES), tmp_path_factory.mktemp("ranks"))
 
 
-def plain_step(model, criterion, optimizer, **options):
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return TrainStep(model, criterion, optimizer, scaler, Precision(CPU), **options)
-
-
 # --- what rank 0 reads for all ranks ---
+
+LARGE = np.arange(2**18).astype("S9")
+"""It travels over the process group, and small values do not."""
 
 
 def read_on_main(world):
-    """A large value, which travels over the process group, and a small one, which does not."""
-    large = world.on_main(lambda: {"paths": np.arange(2**18).astype("S9"), "name": "birds"})
-    small = world.on_main(lambda: {"name": "birds"})
-    return [large["paths"].tobytes(), large["name"], large["paths"].flags.writeable, small]
+    large = world.on_main(lambda: {"paths": LARGE, "name": "birds"})
+    return [large["paths"].tobytes(), large["name"], large["paths"].flags.writeable]
 
 
 def test_arrays_that_rank_0_reads_arrive_whole_on_all_ranks(ranks):
-    expected = [np.arange(2**18).astype("S9").tobytes(), "birds", True, {"name": "birds"}]
-    assert [results["read"] for results in ranks] == [expected] * 3
+    assert [results["read"] for results in ranks] == [[LARGE.tobytes(), "birds", True]] * 3
 
 
 # --- the gradient of an effective batch ---
@@ -116,10 +99,9 @@ def make_model(dtype=torch.float32):
 def effective_batch(dtype=torch.float32):
     """Most of the first samples' labels are unknown; one whole micro-batch has none at the finer level."""
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(EFFECTIVE_BATCH, NUM_FEATURES, generator=generator).to(dtype)
-    columns = [
-        torch.randint(0, count, (EFFECTIVE_BATCH,), generator=generator) for count in NUM_CLASSES
-    ]
+    size = (EFFECTIVE_BATCH,)
+    inputs = torch.randn(*size, NUM_FEATURES, generator=generator).to(dtype)
+    columns = [torch.randint(0, count, size, generator=generator) for count in NUM_CLASSES]
     targets = torch.stack(columns, 1)
     targets[:12, 1] = targets[1:20:3, 0] = targets[13::7, 1] = -1
     return Batch(inputs, targets)
@@ -137,7 +119,13 @@ def gradients(world):
                 p.grad.clone() for p in model.parameters()
             )
         )
-        step = plain_step(wrap(model, world), kind(LEVELS, LEVEL_WEIGHTS, SMOOTHING), optimizer)
+        step = TrainStep(
+            wrap(model, world),
+            kind(LEVELS, LEVEL_WEIGHTS, SMOOTHING),
+            optimizer,
+            torch.amp.GradScaler("cpu", enabled=False),
+            Precision(CPU),
+        )
         mine = [part[world.rank :: world.world_size].chunk(steps) for part in effective_batch()[:2]]
         loss = world.mean(step([Batch(*parts) for parts in zip(*mine, strict=True)], steps))
         results[kind.__name__, world.world_size, steps] = found, float(loss)
@@ -221,21 +209,14 @@ def fill(metrics, rank, world_size):
     metrics.update([level[rows] for level in logits], targets[rows], torch.tensor((1 + rank) / 8))
 
 
-def metrics_of_seven_levels(world):
-    """The values and the number of collectives; a validation that one process broke off; exact sums."""
-    metrics = ClassificationMetrics(SEVEN)
-    fill(metrics, world.rank, world.world_size)
-    by_itself = MulticlassAccuracy(4)
-    by_itself.update(torch.eye(4), torch.arange(4))
+def metrics_of_two(world):
+    """The values; a validation that one process broke off."""
+    metrics, sets = ClassificationMetrics(SEVEN), ClassificationMetrics(SETS)
+    fill(metrics, world.rank, 2)
+    fill_sets(sets, world.rank, 2)
     return {
-        "values": metrics.compute(world),
-        "again": metrics.compute(world),
-        "collectives": num_collectives(lambda: metrics.compute(world)),
-        "collectives of torchmetrics": num_collectives(by_itself.compute),
-        "aborted": [
-            metrics.compute(world, aborted=world.rank == rank) for rank in range(world.world_size)
-        ],
-        "sum": world.reduce(torch.tensor([2**52 - 1, world.rank], dtype=torch.float64)).tolist(),
+        "values": [metrics.compute(world), metrics.compute(world), sets.compute(world)],
+        "aborted": [metrics.compute(world, aborted=world.rank == rank) for rank in (0, 1)],
     }
 
 
@@ -243,15 +224,9 @@ def fill_sets(metrics, rank, world_size):
     """One process's share of 13 samples with several labels, some unknown; probabilities are often equal."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(13, 4, generator=generator).round(decimals=1)
-    targets = (
-        torch.randint(-1, 2, (13, 4), generator=generator)
-        .float()
-        .clamp_max(torch.tensor([1, 1, 1, 0]))
-    )
+    targets = torch.randint(-1, 2, (13, 4), generator=generator).float()
     rows = slice(rank, None, world_size)
     metrics.update(logits[rows], targets[rows], torch.tensor((1 + rank) / 8))
-    metrics.seen = logits.sigmoid(), targets.int()
-    return metrics
 
 
 def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(ranks):
@@ -266,47 +241,20 @@ def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(r
     )
 
 
-def test_seven_levels_cost_at_most_two_collectives(ranks):
-    for rank in (0, 1):
-        assert 1 <= ranks[rank]["collectives"] <= 2
-        assert ranks[rank]["collectives of torchmetrics"] > 2, (
-            "else nothing would have been counted"
-        )
-
-
 def test_two_processes_compute_the_metrics_of_one(ranks):
-    alone = ClassificationMetrics(SEVEN)
+    alone, sets = ClassificationMetrics(SEVEN), ClassificationMetrics(SETS)
     for rank in (0, 1):
         fill(alone, rank, 2)
+        fill_sets(sets, rank, 2)
     expected = alone.compute(World(CPU))
     assert len(expected) == 1 + 3 * 7 + 5
     for rank in (0, 1):
-        assert ranks[rank]["values"] == expected
-        assert ranks[rank]["again"] == expected, "the metrics keep their own states"
-
-
-def test_several_labels_on_two_processes_have_the_figures_of_torchmetrics(
-    ranks,
-):
-    metrics = fill_sets(ClassificationMetrics(SETS), 0, 1)
-    scores, targets = (each[:, :3] for each in metrics.seen)  # the fourth class has no sample
-    for function, name in (
-        (multilabel_average_precision, "map/tag"),
-        (multilabel_f1_score, "f1/tag"),
-    ):
-        expected = float(function(scores, targets, 3, ignore_index=-1))
-        assert ranks[0]["sets"][name] == pytest.approx(expected, abs=1e-6)
-    alone = metrics.compute(World(CPU))
-    assert ranks[0]["sets"] == ranks[1]["sets"]
-    assert {**alone, "loss": 0} == {**ranks[0]["sets"], "loss": 0}
+        # The metrics keep their own states.
+        assert ranks[rank]["values"] == [expected, expected, sets.compute(World(CPU))]
 
 
 def test_one_process_that_breaks_off_leaves_no_process_a_result(ranks):
     assert [ranks[rank]["aborted"] for rank in (0, 1)] == [[None, None]] * 2
-
-
-def test_sums_over_the_processes_are_exact(ranks):
-    assert [ranks[rank]["sum"] for rank in (0, 1)] == [[2**53 - 2, 1]] * 2
 
 
 # --- state that only rank 0 has ---
@@ -314,39 +262,21 @@ def test_sums_over_the_processes_are_exact(ranks):
 
 def make_state():
     """Tensors of several types, shapes and layouts, among plain values."""
-    generator = torch.Generator().manual_seed(7)
-    noise = torch.randn(1500, generator=generator)
+    noise = torch.randn(1500, generator=torch.Generator().manual_seed(7))
     noise[3], noise[4], noise[5] = torch.nan, torch.inf, -0.0
-    return {
-        "model": {
-            "weight": noise,
-            "image": torch.randn(2, 3, 5, 4, generator=generator).to(
-                memory_format=torch.channels_last
-            ),
-            "half": noise[:7].bfloat16(),
-            "flags": noise > 0,
-            "empty": torch.zeros(0, 4),
-        },
-        "optimizer": {
-            "state": {0: {"step": torch.tensor(5.0), "count": 2**40 * torch.ones(2).long()}}
-        },
-        "scaler": {"scale": 65536.0, "none": None, "text": "a", "pair": (1, [2.5])},
-    }
-
-
-def transferred(world):
-    return broadcast_state(make_state() if world.is_main else None, world)
+    image = noise[:120].reshape(2, 3, 5, 4).to(memory_format=torch.channels_last)
+    model = {"weight": noise, "image": image, "flags": noise > 0, "empty": torch.zeros(0, 4)}
+    return {"model": model, "optimizer": {0: torch.tensor([2**40])}, "pair": (1, [2.5, None])}
 
 
 def test_every_rank_gets_every_bit_and_the_layout(ranks):
-    state = make_state()
-    for rank in range(3):
-        received = ranks[rank]["state"]
-        assert bits(received) == bits(state)
+    expected = bits(make_state())
+    for results in ranks:
+        received = results["state"]
+        assert bits(received) == expected
         assert received["model"]["image"].is_contiguous(memory_format=torch.channels_last)
     received["model"]["flags"][0] ^= True
-    assert bits(received) != bits(state)  # the comparison sees a single bit
-    assert broadcast_state(state, World(CPU)) is state
+    assert bits(received) != expected  # the comparison sees a single bit
 
 
 # --- the first step of a process ---
@@ -359,26 +289,22 @@ WRAPPERS = {
 }
 
 
-def two_passes(world, how):
+def two_passes(world, wrapper):
     """All gradients of the same batch, in the first and the second backward pass of a wrapper."""
     torch.manual_seed(world.rank)
     model = timm.create_model("test_resnet", num_classes=5)
-    inputs = torch.randn(4, 3, 32, 32)
-    wrapper, found = WRAPPERS[how](model, world), []
+    inputs, wrapped, found = torch.randn(4, 3, 32, 32), wrapper(model, world), []
     for _ in range(2):
-        wrapper.zero_grad()
-        wrapper(inputs).square().mean().backward()
-        found.append(
-            torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()])
-        )
+        wrapped.zero_grad()
+        wrapped(inputs).square().mean().backward()
+        found.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
     return found
 
 
 def test_the_first_step_of_a_process_rounds_as_the_later_ones(ranks):
     for results in ranks:
-        first, second = results["passes", "ours"]
-        assert torch.equal(first, second)
-        assert not torch.equal(*results["passes", "torch's"])
+        assert torch.equal(*results["ours"])
+        assert not torch.equal(*results["torch's"])
 
 
 # --- BatchNorm's running statistics ---
@@ -391,12 +317,6 @@ def normalised():
     )
 
 
-def make_batch(rank, number):
-    generator = torch.Generator().manual_seed(10 * number + rank)
-    targets = torch.randint(0, 4, (8,), generator=generator)
-    return Batch(torch.randn(8, 3, generator=generator) + rank, targets)
-
-
 def statistics(module):
     """All running statistics, in one vector."""
     found = [buffer for name, buffer in module.named_buffers() if "running" in name]
@@ -405,61 +325,46 @@ def statistics(module):
 
 def distributed(world):
     """The statistics of a model and of another in the place of its average: before, after, after it again."""
-    model, average = normalised(), normalised()
-    for module, number in ((model, 0), (average, 1)):
-        module(make_batch(world.rank, number).inputs)
-    before = [statistics(module) for module in (model, average)]
-    collectives = num_collectives(lambda: distribute_batchnorm(model, average, world))
-    after = [statistics(module) for module in (model, average)]
-    distribute_batchnorm(model, average, world)
-    again = [statistics(module) for module in (model, average)]
-    return {"before": before, "after": after, "again": again, "count": collectives}
-
-
-def trained(world, *, stops):
-    """The state after four steps and a validation; if it stops, rank 0's is loaded in the middle."""
-    model = normalised()
-    ema = Ema(model, 0.9)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = plain_step(wrap(model, world), nn.CrossEntropyLoss(), optimizer, callbacks={"EMA": ema})
-    for number in range(4):
-        if stops and number == 2:
-            for part in (model, ema):
-                part.load_state_dict(world.broadcast(part.state_dict()))
-        step([make_batch(world.rank, 2 * number + micro) for micro in (0, 1)], 2)
-    results = {"live": statistics(model)}
-    distribute_batchnorm(model, ema.module, world)
-    return results | {
-        f"{kind} {k}": v
-        for kind, m in (("", model), ("ema", ema.module))
-        for k, v in m.state_dict().items()
-    }
+    modules = [normalised(), normalised()]
+    for number, module in enumerate(modules):
+        generator = torch.Generator().manual_seed(10 * number + world.rank)
+        module(torch.randn(8, 3, generator=generator) + world.rank)
+    found = [[statistics(module) for module in modules]]
+    for _ in range(2):
+        distribute_batchnorm(*modules, world)
+        found.append([statistics(module) for module in modules])
+    return found
 
 
 def test_statistics_are_averaged_and_rank_0_gives_those_of_the_ema(ranks):
-    zero, one = (results["distributed"] for results in ranks[:2])
-    before = torch.stack([zero["before"][0], one["before"][0]])
-    assert (before[0] - before[1]).abs().max() > 0.01
-    after = torch.stack([zero["after"][0], one["after"][0]])
-    torch.testing.assert_close(after, before.mean(0).expand(2, -1))
-    assert torch.equal(after[0], after[1])
-    assert torch.equal(zero["after"][1], zero["before"][1])
-    assert torch.equal(one["after"][1], zero["before"][1])
-    assert zero["count"] == one["count"] == 2, "one collective for each model"
+    """Doing so again changes no bit: in float32, a third of a + a + a is not always a."""
+    before, after, again = zip(*(results["statistics"] for results in ranks), strict=True)
+    own = torch.stack([model for model, _ in before])
+    assert (own[0] - own[1]).abs().max() > 0.01
+    mean = after[0][0]
+    torch.testing.assert_close(mean, own.mean(0))
+    assert not torch.equal((mean + mean + mean) / 3, mean), "these statistics would not tell"
+    for found in (*after, *again):
+        assert bits(found) == bits([mean, before[0][1]])
 
 
-def test_distributing_again_changes_no_bit(ranks):
-    """In float32, a third of a + a + a is not always a."""
-    for results in ranks[:3]:
-        for after, again in zip(results["three"]["after"], results["three"]["again"], strict=True):
-            assert torch.equal(after, again)
-    after = ranks[0]["three"]["after"][0]
-    assert not torch.equal((after + after + after) / 3, after), "these statistics would not tell"
+# --- whole runs ---
+
+RESUMED = {
+    "BatchNorm": ("MODEL.norm=BatchNorm1d", "TRAIN.AMP=fp16"),
+    "last epochs": ("TRAIN.EMA.SWA_EPOCHS=2",),
+    # Statistics differ between ranks until a checkpoint is written.
+    "sharded": ("DIST.SHARDING=full", "MODEL.norm=BatchNorm1d", "TRAIN.CHECKPOINT_EVERY_STEPS=1"),
+}
 
 
-def test_a_stop_within_an_epoch_changes_no_bit(ranks):
-    for results in ranks[:2]:
-        on, stopped = results["stops", False], results["stops", True]
-        assert all(torch.equal(tensor, stopped[name]) for name, tensor in on.items())
-    live = [results["stops", False]["live"] for results in ranks[:2]]
-    assert not torch.equal(*live), "the ranks have seen the same samples"
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+def test_two_ranks_go_on_bit_for_bit(torchrun, tmp_path, options):
+    for name, more in (("whole", ()), ("parts", (interrupted(80),)), ("parts", ())):
+        outcome = torchrun(2, *RESUMABLE, *options, f"{NAME}{name}", *more)
+        assert (outcome.code != 0) == (more != ()), outcome.err
+    whole, parts = (
+        load_checkpoint(tmp_path / "runs" / name / "checkpoints/last.pt")["state"]
+        for name in ("whole", "parts")
+    )
+    assert bits(whole) == bits(parts)

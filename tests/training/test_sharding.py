@@ -7,11 +7,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional
 from torch.utils.data import Dataset
 
 from linnaeus.autobatch.nest import local
@@ -23,7 +21,7 @@ from linnaeus.runtime.distributed import World
 from linnaeus.runtime.rng import seed_all
 from linnaeus.training.build import assemble
 from linnaeus.training.ddp import wrap
-from linnaeus.training.sharding import check_sharding, find_blocks, reshard
+from linnaeus.training.sharding import check_sharding, reshard
 from tests.helpers.messages import error_of, raised
 from tests.helpers.processes import compute, group_of
 
@@ -34,15 +32,14 @@ WAYS = {4: ("none", "full", "hybrid"), 3: ("none", "full"), 2: ("none", "full")}
 """By the number of ranks, how they share the model; `hybrid` is on two nodes."""
 
 
-class Words(Dataset[tuple[Tensor, int]]):
+class Words(Dataset):
     """Rows of 8 words; the class follows from them."""
 
     classes = ("a", "b", "c")
 
     def __init__(self, split):
-        self.rows = torch.randint(
-            23, (NUM_SAMPLES, 8), generator=torch.Generator().manual_seed(len(split))
-        )
+        generator = torch.Generator().manual_seed(len(split))
+        self.rows = torch.randint(23, (NUM_SAMPLES, 8), generator=generator)
 
     def __len__(self):
         return len(self.rows)
@@ -51,20 +48,7 @@ class Words(Dataset[tuple[Tensor, int]]):
         return self.rows[index], int(self.rows[index].sum()) % 3
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 21), nn.GELU(), nn.Linear(21, width)
-        )
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        x = x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(
-            1, 2
-        ).flatten(2)
-        return x + self.mlp(x)
+Block = nn.TransformerEncoderLayer
 
 
 class Scalar(nn.Linear):
@@ -81,20 +65,16 @@ class Scalar(nn.Linear):
 class Gpt(nn.Module):
     """Odd sizes, a parameter of one element and one that no step uses; words and outputs share weights."""
 
-    def __init__(self, num_classes, tied=True, width=10):
+    def __init__(self, num_classes, width=10):
         super().__init__()
         self.words, self.out = nn.Embedding(23, width), nn.Linear(width, 23, bias=False)
-        if tied:
-            self.out.weight = self.words.weight
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.out.weight = self.words.weight
+        self.blocks = nn.Sequential(*(Block(width, 2, 21, 0.0, batch_first=True) for _ in range(2)))
         self.scale, self.unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(5, 3))
         self.head = nn.Linear(23, num_classes)
 
     def forward(self, x):
-        z = self.words(x)
-        for block in self.blocks:
-            z = block(z)
-        return self.head(self.out(z[:, -1] * self.scale).tanh())
+        return self.head(self.out(self.blocks(self.words(x))[:, -1] * self.scale).tanh())
 
 
 class TiedBlocks(Gpt):
@@ -102,7 +82,7 @@ class TiedBlocks(Gpt):
 
     def __init__(self, num_classes):
         super().__init__(num_classes)
-        self.blocks[1].qkv = self.blocks[0].qkv
+        self.blocks[1].linear1 = self.blocks[0].linear1
 
 
 COMMON = ("EXPERIMENT.DEVICE=cpu", "OPTIMIZER.NAME=sgd", "OPTIMIZER.LR=0.1", "TRAIN.EMA.DECAY=0.9")
@@ -146,15 +126,16 @@ PLACED = {
     "default": GPT,
     "kept": (*GPT, "DIST.RESHARD_AFTER_FORWARD=False"),
     "root": (*GPT, "DIST.SHARD_BLOCKS=[]"),
-    "name": (*GPT, "DIST.SHARD_BLOCKS=['blocks.1','*.mlp']"),
+    "name": (*GPT, "DIST.SHARD_BLOCKS=['blocks.1','hea*']"),
 }
 """Which parts are gathered at once, and until when; none changes a result."""
 
 
 WRONG = {
-    "a pattern without a match": (*GPT, "DIST.SHARD_BLOCKS=[Block, layer.*]"),
+    "a pattern without a match": (*GPT, "DIST.SHARD_BLOCKS=[Linear, layer.*]"),
     "BatchNorm": (*RESNET, BF16),
     "a scalar": (*GPT, f"MODEL._target_={__name__}.Scalar"),
+    "a loss that learns": (*GPT, "LOSS._target_=tests.training.test_learned_loss.Learned"),
     "weights tied across blocks": (*GPT, f"MODEL._target_={__name__}.TiedBlocks"),
 }
 
@@ -162,10 +143,8 @@ WRONG = {
 def whole(model):
     """All tensors of a model, on every rank."""
     state = {} if model is None else model.state_dict()
-    return {
-        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
-        for name, t in state.items()
-    }
+    whole_ones = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in state.items()}
+    return {name: tensor.clone() for name, tensor in whole_ones.items()}
 
 
 def names_of_gathered(model):
@@ -182,42 +161,35 @@ def trained(world, how, *argv, num_steps=FEW):
     data = build_data(config.DATA, seed=0)
     nodes = config.MODEL, config.LOSS, config.OPTIMIZER
     parts = assemble(*nodes, config.TRAIN, data, world, sharding=config.DIST)
-    start, num_batches = whole(parts.model), config.TRAIN.ACCUMULATION_STEPS or 1
-    model = wrap(
-        parts.model, world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS
-    ).train()
-    step = dataclasses.replace(parts.train_step, model=model)
+    model, num_batches = parts.model, config.TRAIN.ACCUMULATION_STEPS or 1
+    start = whole(model)
+    wrapped = wrap(model, world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS)
+    step = dataclasses.replace(parts.train_step, model=wrapped.train())
     batches = SeededBatches(data.train, data.collate, 0, data.on_device, 1)
 
     def batch(number):
         first = (number * world.world_size + world.rank) * SAMPLES
         made = batches.__getitems__([(0, (first + i) % NUM_SAMPLES) for i in range(SAMPLES)])
-        return Batch(
-            *(
-                t.to(torch.get_default_dtype()) if t.is_floating_point() else t
-                for t in data.on_device(made)
-            )
-        )
+        tensors, floating = data.on_device(made), torch.get_default_dtype()
+        return Batch(*(t.to(floating) if t.is_floating_point() else t for t in tensors))
 
+    numbers = range(num_steps * num_batches)
     losses = [
-        step([batch(number * num_batches + part) for part in range(num_batches)], num_batches)
-        for number in range(num_steps)
+        step([batch(number) for number in numbers[first : first + num_batches]], num_batches)
+        for first in numbers[::num_batches]
     ]
     with torch.no_grad():
-        parts.model.eval()(batch(0).inputs)
-    gathered = [names_of_gathered(parts.model)]
-    reshard(parts.model)
-    gathered.append(names_of_gathered(parts.model))
+        model.eval()(batch(0).inputs)
+    gathered = [names_of_gathered(model)]
+    reshard(model)
     return {
         "start": start,
-        "end": whole(parts.model),
+        "end": whole(model),
         "average": whole(parts.ema and parts.ema.module),
-        "losses": world.mean(torch.stack(losses)).float() if num_steps else None,
-        "elements": sum(local(parameter).numel() for parameter in parts.model.parameters()),
-        "gathered": gathered,
-        "modules": [
-            type(each).__name__ for each in parts.model.modules() if isinstance(each, FSDPModule)
-        ],
+        "losses": world.mean(torch.stack(losses)).float(),
+        "elements": sum(local(parameter).numel() for parameter in model.parameters()),
+        "gathered": [*gathered, names_of_gathered(model)],
+        "modules": Counter(type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)),
     }
 
 
@@ -312,55 +284,16 @@ def test_bfloat16_stays_near_and_is_another_format(two, name):
 
 
 def test_what_is_gathered_at_once_is_chosen_and_changes_no_result(two):
-    modules = {name: Counter(two[name]["modules"]) for name in PLACED}
-    assert modules["default"] == modules["kept"] == {"FSDPGpt": 1, "FSDPBlock": 2}
-    assert modules["name"] == {"FSDPGpt": 1, "FSDPBlock": 1, "FSDPSequential": 2}
+    modules = {name: two[name]["modules"] for name in PLACED}
+    block = "FSDPTransformerEncoderLayer"
+    assert modules["default"] == modules["kept"] == {"FSDPGpt": 1, block: 2}
+    assert modules["name"] == {"FSDPGpt": 1, block: 1, "FSDPLinear": 1}
     assert modules["root"] == {"FSDPGpt": 1}
     for name in PLACED:
         assert difference(two[name]["end"], two["default"]["end"]) < 1e-6
     parts = {"words", "scale", "unused", "head"}  # `out` is `words`
-    after, resharded = zip(*(two[name]["gathered"] for name in ("default", "kept")), strict=True)
-    assert after == (parts, parts | {"blocks"}), (
-        "what a forward pass without a backward pass leaves"
-    )
-    assert resharded == (set(), set())
-
-
-# --- what is gathered at once ---
-
-BLOCKS = {
-    "vit_tiny_patch16_224": {"Block": 12},
-    "resnet50": {"Bottleneck": 16},
-    "convnext_atto": {"ConvNeXtBlock": 12},
-    "vgg11": {},
-}
-
-
-def kinds(model, patterns=None):
-    return dict(Counter(type(block).__name__ for block in find_blocks(model, patterns)))
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_of_timm(name):
-    with torch.device("meta"):
-        assert kinds(timm.create_model(name)) == BLOCKS[name]
-
-
-def test_blocks_of_other_models():
-    with torch.device("meta"):
-        layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 3)
-        assert kinds(layers) == {"TransformerEncoderLayer": 3}
-        assert kinds(Gpt(3)) == {"Block": 2}
-        assert kinds(nn.Sequential(Gpt(3), Gpt(3))) == {"Block": 4}, "the innermost"
-        assert kinds(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == {}, (
-            "without parts of their own"
-        )
-        assert kinds(nn.Sequential(Gpt(3), layers)) == {"Block": 2, "TransformerEncoderLayer": 3}
-        assert kinds(Gpt(3), ["words", "b*.mlp", "LayerNorm"]) == {
-            "Embedding": 1,
-            "Sequential": 2,
-            "LayerNorm": 4,
-        }
+    assert two["default"]["gathered"] == [parts, set()], "after a pass without a backward pass"
+    assert two["kept"]["gathered"] == [parts | {"blocks"}, set()]
 
 
 # --- mistakes ---

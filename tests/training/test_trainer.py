@@ -34,7 +34,7 @@ class Wrapper(nn.Module):
 
 
 def test_unfreezing_frees_the_wrapper_and_makes_one_of_all_parameters(tmp_path):
-    made = []
+    made, trained = [], []
 
     def wrap(model):
         assert all(wrapper() is None for wrapper in made)  # two would both hold gradients
@@ -45,18 +45,14 @@ def test_unfreezing_frees_the_wrapper_and_makes_one_of_all_parameters(tmp_path):
     with trainer_of(tmp_path, *SMALL, size=4) as bare:
         step = bare.train_step  # held on to by the caller
         trainer = replace(bare, wrap=wrap)
-        trained = []
-        for epoch in range(2):
-            trainer.progress.epoch, trainer.progress.samples = epoch, 0
+        for trainer.progress.epoch in range(2):
+            trainer.progress.samples = 0
             trainer.train_epoch()
-            wrapper = made[-1]()
-            assert trainer.train_step.model is wrapper is not None
-            trained.append(wrapper.trained)
-            del wrapper
+            assert trainer.train_step.model is made[-1]() is not None
+            trained.append(trainer.train_step.model.trained)
         names = {name for name, _ in trainer.assembly.model.named_parameters()}
     assert len(made) == 2
-    assert trained[0] == {name for name in names if name.startswith("heads.")}
-    assert trained[1] == names
+    assert trained == [{name for name in names if name.startswith("heads.")}, names]
     assert step.model is bare.assembly.model
 
 

@@ -31,28 +31,16 @@ def test_the_norm_of_a_gradient_is_logged_and_changes_nothing(run, tmp_path, amp
     steps = [line["step"] - 1 for line in lines["seldom"]]
     assert norms["seldom"] == [norms["often"][step] for step in steps]
     assert min(norms["often"]) > 0
-    for line in lines["often"]:
-        assert line["samples_per_s"] > 0 < line["peak_memory_gib"] < 100
-        assert line["data_s"] >= 0 <= line["compute_s"]
 
 
 def test_waiting_counts_for_the_line_in_which_it_ends():
-    times, speed, waits = iter([0.0, 2.0, 5.0, 5.5, 9.0]), Speed(), []
+    times, speed, waits = iter([0.0, 2.0, 5.0, 5.5]), Speed(), []
     batches = TimedBatches(iter(["a", "b"]), waits.append, clock=lambda: next(times))
-    assert next(batches) == "a"
-    assert speed.read(4.0, sum(waits), 32) == {
-        "data_s": 2.0,
-        "compute_s": 2.0,
-        "samples_per_s": 8.0,
-    }
-    assert next(batches) == "b"
-    assert speed.read(5.0, sum(waits), 48) == {
-        "data_s": 0.5,
-        "compute_s": 0.5,
-        "samples_per_s": 16.0,
-    }
-    with pytest.raises(StopIteration):
-        next(batches)
+    expected = (("a", 4.0, 32, (2.0, 2.0, 8.0)), ("b", 5.0, 48, (0.5, 0.5, 16.0)))
+    for batch, now, num_samples, figures in expected:
+        assert next(batches) == batch
+        found = speed.read(now, sum(waits), num_samples)
+        assert found == dict(zip(("data_s", "compute_s", "samples_per_s"), figures, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -66,12 +54,9 @@ def test_advice_on_the_loader_from_a_third_of_the_time(data_s, compute_s, is_slo
 
 
 def test_a_profile_has_the_steps_asked_for(run, tmp_path):
-    assert run(*PLAIN, "TRAIN.EPOCHS=2", "TRAIN.PROFILE=[2,4]").code == 0
-    with gzip.open(tmp_path / "runs/plain/logs/profile.json.gz") as file:
-        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
-    assert sum(name.startswith("Optimizer.step#") for name in names) == 3
     assert run(*PLAIN, "TRAIN.EPOCHS=2", "TRAIN.PROFILE=[4,2]").code == 2
-    assert run(*PLAIN, "TRAIN.EPOCHS=1", "TRAIN.PROFILE=[3,99]", f"{NAME}short").code == 0
-    assert (tmp_path / "runs/short/logs/profile.json.gz").exists(), (
-        "the run ends before the last one"
-    )
+    for steps, number in (("[2,4]", 3), ("[5,99]", 2)):  # the run ends before the last one
+        assert run(*PLAIN, "TRAIN.EPOCHS=2", f"TRAIN.PROFILE={steps}", f"{NAME}{number}").code == 0
+        with gzip.open(tmp_path / f"runs/{number}/logs/profile.json.gz") as file:
+            names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+        assert sum(name.startswith("Optimizer.step#") for name in names) == number
