@@ -16,10 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import linnaeus
-import linnaeus.autobatch
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB
@@ -53,10 +51,6 @@ find_on_cpu = partial(auto_find_batch_size, device="cpu")
 def record_of(result, size):
     """The newest trial of a size: a size that ran before the confirmation may not fit in it."""
     return next(trial for trial in reversed(result.trials) if trial.size == size)
-
-
-def words(text):
-    return set(re.findall(r"\w+", text))
 
 
 # --- the size found ---
@@ -98,13 +92,8 @@ class Drawn:
     def step(self, batch):
         torch.empty(len(batch), self.factor() * WIDTH)
 
-    def step_in_pieces(self, batch):
-        """Allocate more or less in all, but never more at once."""
-        for _ in range(self.factor()):
-            plain_step(batch)
 
-
-@pytest.mark.parametrize("max_trials", [1, 5, 25])
+@pytest.mark.parametrize("max_trials", [1, 25])
 @pytest.mark.parametrize("drawn", ["make_batch", "step"])
 def test_a_size_is_no_certificate_where_memory_varies(drawn, max_trials):
     parts = {"step": plain_step, "make_batch": make_batch}
@@ -116,43 +105,24 @@ def test_a_size_is_no_certificate_where_memory_varies(drawn, max_trials):
     assert result.batch_size == 16 if max_trials == 1 else 0.9 * most <= result.batch_size <= most
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:9", "xpu", "meta", "gpu"])
+@pytest.mark.parametrize("device", ["cuda:9", "meta", "gpu"])
 def test_a_device_that_is_not_there_is_refused(device):
-    if torch.accelerator.is_available() and device == torch.accelerator.current_accelerator().type:
-        pytest.skip("it is there")
     with pytest.raises(ValueError, match=f"device '{device}'.* cpu"):
         auto_find_batch_size(plain_step, make_batch, device=device)
 
 
-def test_memory_that_varies_beside_a_large_optimizer_is_noticed():
-    """With one sample, the peak is that of the optimizer's step, whichever size is drawn."""
-    model, drawn = nn.Linear(1, 2 * MIB, bias=False), Drawn()
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(batch):
-        drawn.step(batch)
-        model(batch[:1, :1]).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    result = find_on_cpu(step, make_batch, state=(model, optimizer), **room(120))
-    assert not result.certified
-
-
-@pytest.mark.parametrize("name", ["pieces", "accumulation"])
-def test_steps_that_differ_without_a_higher_peak_are_certified(name):
+def test_steps_that_accumulate_gradients_are_certified():
     model = nn.Linear(1, MIB)
     optimizer = torch.optim.AdamW(model.parameters())
     calls = []
 
-    def accumulate(batch):
+    def step(batch):
         calls.append(len(batch))
         model(batch[:1, :1]).sum().backward()
         if len(calls) % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
 
-    step = Drawn().step_in_pieces if name == "pieces" else accumulate
     arguments = {"state": (model, optimizer), "tolerance": 0.0, **room(150)}
     result = find_on_cpu(step, make_batch, max_batch_size=300, **arguments)
     assert (result.certified, result.limited_by) == (True, "memory")
@@ -160,37 +130,16 @@ def test_steps_that_differ_without_a_higher_peak_are_certified(name):
     assert len(set(sizes)) == len(sizes), "no size ran again"
 
 
-@pytest.mark.parametrize("extra_mib", [20, 400])
-@pytest.mark.parametrize("kept", [lambda batch: batch * 3, lambda batch: batch[:1] * 3])
-def test_a_step_that_keeps_every_output_has_no_size(kept, extra_mib):
-    outputs = []
-    with pytest.raises(AutoBatchError, match=r"[\d.]+ MiB"):
-        find_on_cpu(lambda batch: outputs.append(kept(batch)), make_batch, **room(extra_mib))
-    outputs.clear()  # the traceback holds them, and later tests measure what is held
-
-
-@pytest.mark.parametrize("num_kept", [0, 3])
-def test_a_cache_that_is_full_is_no_leak(num_kept):
+@pytest.mark.parametrize(("num_kept", "is_said"), [(1, False), (8, True)])
+def test_a_cache_is_no_leak_and_the_last_batch_alone_no_growth(num_kept, is_said, caplog):
     """The numbers beside it grow with each call, but do not explain what is held."""
-    outputs = deque([torch.empty(1, WIDTH)] * num_kept, num_kept)
-    buffers = {}
-    losses = []
+    last, losses = deque([torch.empty(1, WIDTH)], num_kept), []
 
     def step(batch):
-        buffers.setdefault(0, torch.ones(8, WIDTH))
-        outputs.append(batch * 3)
-        losses.append(outputs[-1].sum() if outputs else torch.zeros(1))
+        last.append(batch)
+        losses.append(batch.sum())
 
-    result = find_on_cpu(step, make_batch, **room(100))
-    assert result.batch_size > 1
-    assert result.certified or num_kept
-
-
-@pytest.mark.parametrize(("num_kept", "is_said"), [(1, False), (8, True)])
-def test_the_last_batch_alone_is_no_growth(num_kept, is_said, caplog):
-    """A cache of several batches is."""
-    last = deque([torch.empty(1, WIDTH)], num_kept)
-    find_on_cpu(lambda batch: last.append(batch), make_batch, **room(100))
+    find_on_cpu(step, make_batch, **room(100))
     assert any(record.levelname == "WARNING" for record in caplog.records) == is_said
 
 
@@ -254,27 +203,7 @@ def test_the_size_fits_what_the_process_holds_after_the_search(confirm):
     assert 45 <= result.batch_size <= 56 if confirm else result.batch_size == 64, "of 110 MiB"
 
 
-@pytest.mark.parametrize("objective", ["memory", "throughput"])
-@pytest.mark.parametrize("max_trials", range(1, 9))
-def test_confirmations_count_among_the_trials(max_trials, objective):
-    """Each of the first trials leaves more behind, so that sizes are confirmed."""
-    held = []
-
-    def make_batch_and_keep(size):
-        if size > 16 and len(held) < 4:
-            held.append(make_batch(8))
-        return make_batch(size)
-
-    arguments = room(150, max_batch_size=300, max_trials=max_trials, objective=objective)
-    result = find_on_cpu(plain_step, make_batch_and_keep, **arguments)
-    assert len(result.trials) <= max_trials
-    assert record_of(result, result.batch_size).peak_bytes <= result.budget_bytes
-    assert result.certified or result.limited_by in ("max_trials", "throughput")
-
-
-def test_what_others_take_during_a_search_lowers_its_budget(
-    monkeypatch,
-):
+def test_what_others_take_during_a_search_lowers_its_budget(monkeypatch):
     taken, read = [0], CpuMemory.budget
     monkeypatch.setattr(CpuMemory, "budget", lambda memory, *asked: read(memory, *asked) - taken[0])
 
@@ -307,12 +236,6 @@ def test_the_lowest_bound_is_reached_and_named(arguments, limited_by, size):
     assert max(sizes) == size
 
 
-@pytest.mark.parametrize("name", ["max_batch_size", "memory", "throughput"])
-def test_a_bound_takes_no_name_of_another_limit(name):
-    with pytest.raises(ValueError, match=name):
-        find_on_cpu(plain_step, make_batch, bounds={name: 4096}, max_batch_size=2)
-
-
 @pytest.mark.parametrize(
     ("limit", "limited_by"),
     [({"timeout_minutes": 1.0}, "timeout"), ({"max_trials": 2}, "max_trials")],
@@ -334,7 +257,7 @@ def test_a_limit_ends_the_search_with_the_best_size_so_far(limit, limited_by, mo
     assert record_of(result, result.batch_size).status == "fits"
     (warning,) = (text for text in caplog.messages if "certified" in text)
     setting = {"timeout": "timeout_minutes"}.get(limited_by, limited_by)
-    assert {"warning", str(result.batch_size), "certified", setting} <= words(warning)
+    assert setting in warning
 
 
 # --- kinds of loops ---
@@ -382,32 +305,19 @@ def test_a_batch_far_above_the_budget_is_refused_and_not_built():
     assert 9 <= most <= 11, "pieces of 10 MiB in 100 MiB"
 
 
-def test_the_error_that_users_catch_is_exported():
-    assert linnaeus.AutoBatchError is linnaeus.autobatch.AutoBatchError is AutoBatchError
-
-
 # --- batches and kernels ---
-
-
-class Rows(torch.utils.data.Dataset[Tensor]):
-    def __len__(self):
-        return 500
-
-    def __getitem__(self, index):
-        return torch.zeros(8)
 
 
 ROWS = torch.zeros(500, 64)
 SHORT_BATCHES = {
     "slice": lambda n: ROWS[:n],
-    "loader": lambda n: next(iter(torch.utils.data.DataLoader(Rows(), batch_size=n))),
     "labels": lambda n: (torch.zeros(7, 3), {"x": ROWS[:n], "y": torch.zeros(min(n, 500))}),
     "padded": lambda n: [torch.zeros(min(n, 500), n % 40), torch.zeros(min(n, 500))],
 }
 
 
 @pytest.mark.parametrize("make", SHORT_BATCHES.values(), ids=SHORT_BATCHES)
-@pytest.mark.parametrize("max_batch_size", [None, 512, 501, 100_000])
+@pytest.mark.parametrize("max_batch_size", [None, 501])
 def test_the_samples_that_make_batch_has_are_an_upper_bound(make, max_batch_size):
     sizes = []
     result = find_on_cpu(
@@ -423,63 +333,36 @@ OTHER_BATCHES = {
     "time first": lambda n: (torch.zeros(16, n, 4), torch.zeros(16, n)),
     "even": lambda n: torch.zeros(max(n // 2 * 2, 1), 4),
     "a tensor each": lambda n: [torch.zeros(3, 8, 8)] * n,
-    "pairs": lambda n: torch.zeros(2 * n, 4),
-    "an odd one": lambda n: torch.zeros(n - (n == 64), 4),
 }
 
 
 @pytest.mark.parametrize("make", OTHER_BATCHES.values(), ids=OTHER_BATCHES)
-@pytest.mark.parametrize("strategy", ["guided", "binsearch"])
-def test_batches_that_count_otherwise_have_no_upper_bound(make, strategy):
-    result = find_on_cpu(lambda batch: None, make, max_batch_size=200, strategy=strategy)
+def test_batches_that_count_otherwise_have_no_upper_bound(make):
+    result = find_on_cpu(lambda batch: None, make, max_batch_size=200)
     assert (result.batch_size, result.limited_by) == (200, "max_batch_size")
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch_size": 16}, {"start": 300}])
-def test_batches_that_ignore_their_size_are_refused(options):
-    with pytest.raises(AutoBatchError, match="same shapes"):
-        find_on_cpu(lambda batch: None, lambda n: torch.zeros(32, 4), **options)
-
-
-@pytest.mark.parametrize("limit", [65_535, 300])
-def test_the_limit_of_a_kernel_is_named(limit):
+def test_the_limit_of_a_kernel_is_named():
     def step(batch):
-        if len(batch) > limit:
+        if len(batch) > 300:
             raise RuntimeError("CUDA error: invalid argument")
 
     result = find_on_cpu(step, lambda n: torch.empty(n, 1), max_batch_size=100_000)
     assert result.limited_by == "kernel"
-    assert limit / 1.01 <= result.batch_size <= limit
+    assert 297 <= result.batch_size <= 300
     assert {trial.status for trial in result.trials} == {"fits", "kernel"}
 
 
-@pytest.mark.parametrize("min_batch_size", [1, 5])
-def test_an_error_of_the_first_size_names_its_arguments(min_batch_size):
+def test_an_error_of_the_first_size_names_its_arguments():
     def step(batch):
-        if len(batch) in (1, 5):
+        if len(batch) == 5:
             raise ValueError("expected an even batch")
 
-    arguments = {"min_batch_size": min_batch_size, "max_batch_size": 64}
-    with pytest.raises(ValueError, match="even") as caught:
-        find_on_cpu(step, torch.zeros, **arguments)
-    (note,) = caught.value.__notes__
-    assert {str(min_batch_size), "min_batch_size", "multiple_of"} <= words(note)
-    arguments.update(min_batch_size=2, multiple_of=2)
-    assert find_on_cpu(step, torch.zeros, **arguments).batch_size == 64
-    with pytest.raises(ValueError, match="even") as caught:  # of a larger size
-        find_on_cpu(step, torch.zeros, min_batch_size=2, max_batch_size=5)
-    assert not hasattr(caught.value, "__notes__")
-
-
-def test_out_of_memory_that_the_step_replaces_bounds_the_size():
-    def step(batch):
-        try:
-            plain_step(batch)
-        except (RuntimeError, MemoryError):
-            raise KeyError("the step has failed")  # noqa: B904
-
-    result = find_on_cpu(step, make_batch, max_batch_size=300, **room(100))
-    assert (result.limited_by, result.batch_size > 30) == ("memory", True)
+    for min_batch_size, is_noted in ((5, True), (2, False)):
+        with pytest.raises(ValueError, match="even") as caught:
+            find_on_cpu(step, torch.zeros, min_batch_size=min_batch_size, max_batch_size=5)
+        notes = getattr(caught.value, "__notes__", [])
+        assert ["min_batch_size or multiple_of" in note for note in notes] == [True] * is_noted
 
 
 # --- the result ---
@@ -492,12 +375,7 @@ def test_a_result_survives_its_file():
     assert {name: written[name] for name in asked} == asked
     again = AutoBatchResult.from_dict("val", written)
     assert again.as_dict() == written
-    assert (again.batch_size, again.mode, again.peak_bytes) == (
-        result.batch_size,
-        "val",
-        result.peak_bytes,
-    )
-    assert [trial.status for trial in again.trials] == [trial.status for trial in result.trials]
+    assert (again.mode, again.peak_bytes) == ("val", result.peak_bytes)
 
 
 @pytest.mark.parametrize("kind", [AutoBatchResult, TrialRecord, Timing])
@@ -546,7 +424,6 @@ class Everything:
         np.random.rand()
         os.environ["LEFT_BY_A_STEP"] = "1"
         os.environ.pop("SET_BEFORE_THE_SEARCH", None)
-        torch.set_default_dtype(torch.float32)
         if self.model.training:
             self.update(batch)
         else:
@@ -589,14 +466,7 @@ class Everything:
             "frozen": gc.get_freeze_count() > 0,
             "collects": gc.isenabled(),
             "threads": set(threading.enumerate()),
-            "switches": (
-                torch.is_grad_enabled(),
-                torch.get_default_dtype(),
-                torch.is_autocast_enabled("cpu"),
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_inference_mode_enabled(),
-                torch.get_num_threads(),
-            ),
+            "num_threads": torch.get_num_threads(),
         }
 
 
@@ -606,7 +476,6 @@ def changed(before, after):
 
 OUTCOMES = {
     "found": (lambda size: None, {}, None),
-    "an error in the first step": (lambda size: ValueError("wrong"), {}, ValueError),
     "an interrupt": (lambda size: KeyboardInterrupt() if size > 3 else None, {}, KeyboardInterrupt),
     "out of memory": (lambda size: MemoryError() if size > 3 else None, {}, None),
     "nothing fits": (lambda size: MemoryError(), {}, AutoBatchError),
@@ -616,7 +485,7 @@ OUTCOMES = {
 
 @pytest.mark.parametrize(
     ("mode", "outcome"),
-    [*(("train", outcome) for outcome in OUTCOMES), ("val", "found"), ("val", "an interrupt")],
+    [*(("train", outcome) for outcome in OUTCOMES), ("val", "found")],
 )
 def test_a_search_leaves_no_trace(mode, outcome, monkeypatch):
     monkeypatch.setenv("SET_BEFORE_THE_SEARCH", "1")
@@ -630,7 +499,7 @@ def test_a_search_leaves_no_trace(mode, outcome, monkeypatch):
             state=loop.state,
             mode=mode,
             max_batch_size=6,
-            **{**room(300), **arguments},
+            **(room(300) | arguments),
         )
     assert changed(before, loop.picture()) == set()
     if error is None:
