@@ -23,9 +23,7 @@ def effective_sizes(plan):
     ]
 
 
-@pytest.mark.parametrize(
-    ("size", "nearby"), [(130, 132), (132, None), (64, None), (2 * 67, 138), (998, None)]
-)
+@pytest.mark.parametrize(("size", "nearby"), [(130, 132), (132, None), (998, None)])
 def test_an_effective_size_that_splits_badly_names_a_nearby_one(size, nearby):
     facts = replace(FACTS, max_micro_batch_size=33, world_size=2, num_samples=1000)
     notes = plan_of(facts, EFFECTIVE_BATCH_SIZE=size).notes
@@ -54,14 +52,12 @@ def test_a_limit_splits_the_same_optimizer_steps_more_finely(
     assert (limited.learning_rate, limited.total_steps) == (plan.learning_rate, plan.total_steps)
     for before, stage in zip(plan.stages, limited.stages, strict=True):
         sizes = stage.micro_batches
-        assert sum(sizes) == samples_per_rank == stage.samples_per_rank
+        assert sum(sizes) == samples_per_rank
         assert sizes[0] == stage.micro_batch_size == max(sizes) <= limit
         assert sizes[0] - sizes[-1] <= 1
         assert len(sizes) == stage.accumulation_steps
         if before.micro_batch_size <= limit:
             assert stage == before
-    assert limited.with_max_micro_batch(limit) == limited
-    assert sum(limited.micro_batches(0)) == sum(plan.micro_batches(0))
     assert min(limited.micro_batches(1)) == limited.smallest_micro_batch
 
 
@@ -203,6 +199,13 @@ def test_the_rate_follows_the_rule_at_every_step(run, rule):
         )
 
 
+def test_milestones_hold_exactly_from_their_epoch_on():
+    schedule = {"NAME": "milestones", "FIRST": 32, "MILESTONES": [[2, 131], [3, 64]]}
+    plan = plan_of(replace(FACTS, max_micro_batch_size=131), schedule=schedule, EPOCHS=5)
+    sizes = [(stage.effective_batch_size, stage.micro_batch_size) for stage in chain(*plan.epochs)]
+    assert sizes == [(32, 32), (32, 32), (131, 131), (64, 32), (64, 32)]
+
+
 def test_beyond_sixteen_accumulation_steps_the_micro_batch_grows():
     plan = plan_of(
         schedule={"NAME": "exponential", "FIRST": 8}, EPOCHS=9, EFFECTIVE_BATCH_SIZE=2048
@@ -213,14 +216,6 @@ def test_beyond_sixteen_accumulation_steps_the_micro_batch_grows():
     assert [stage.accumulation_steps for stage in stages] == [1, 2, 4, 8, 16, 16, 16, 16, 32]
 
 
-def test_milestones_hold_exactly_from_their_epoch_on():
-    schedule = {"NAME": "milestones", "FIRST": 32, "MILESTONES": [[2, 131], [3, 64]]}
-    plan = plan_of(replace(FACTS, max_micro_batch_size=131), schedule=schedule, EPOCHS=5)
-    assert [stage.effective_batch_size for stage in chain(*plan.epochs)] == [32, 32, 131, 64, 64]
-    assert [stage.micro_batch_size for stage in chain(*plan.epochs)] == [32, 32, 131, 32, 32]
-    assert plan.effective_batch_size == 131
-
-
 @pytest.mark.parametrize(
     ("effective", "warmup", "epochs", "steps", "has_note"),
     [
@@ -228,7 +223,6 @@ def test_milestones_hold_exactly_from_their_epoch_on():
         (2048, {}, 60, 144, True),  # 5 % of 60 epochs of 48 steps
         (2048, {"WARMUP_STEPS": 7}, 60, 7, False),
         (2048, {}, 300, 5 * 48, True),  # at most five epochs
-        (50_000, {}, 1, 1, True),  # of two steps
     ],
 )
 def test_a_much_raised_rate_gets_a_warm_up(effective, warmup, epochs, steps, has_note):
@@ -240,21 +234,11 @@ def test_a_much_raised_rate_gets_a_warm_up(effective, warmup, epochs, steps, has
     assert any("SCHEDULE.WARMUP" in note for note in plan.notes) == has_note
 
 
-SGD = OptimizerConfig(NAME="sgd")
 QUIET = (
-    (
-        replace(FACTS, batchnorm="local"),
-        {"warmup": {"WARMUP_EPOCHS": 5}, "EFFECTIVE_BATCH_SIZE": 256},
-    ),
     (FACTS, {"EFFECTIVE_BATCH_SIZE": 64 * 16}),
     (replace(FACTS, max_micro_batch_size=131), {"EFFECTIVE_BATCH_SIZE": 131}),
     (replace(FACTS, max_micro_batch_size=16, batchnorm="local"), {}),
     (replace(FACTS, max_micro_batch_size=8, batchnorm="synchronised", world_size=2), {}),
-    (FACTS, {"EFFECTIVE_BATCH_SIZE": 512}),
-    (
-        replace(FACTS, pretrained=True, learning_rate=0.06),
-        {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD},
-    ),
     (replace(FACTS, num_samples=640), {}),
 )
 
@@ -279,10 +263,8 @@ def test_the_sizes_that_an_error_names_would_do(size, world_size, fits, batchnor
         assert plan_of(facts, EFFECTIVE_BATCH_SIZE=size).effective_batch_size == size
     except ConfigError as error:
         named = re.search(r"(\d+)(?: or (\d+))? would", str(error))
-        for other in filter(None, named.groups() if named else ()):
-            assert plan_of(facts, EFFECTIVE_BATCH_SIZE=int(other)).effective_batch_size == int(
-                other
-            )
+        for other in map(int, filter(None, named.groups() if named else ())):
+            assert plan_of(facts, EFFECTIVE_BATCH_SIZE=other).effective_batch_size == other
 
 
 @pytest.mark.parametrize(
@@ -290,7 +272,6 @@ def test_the_sizes_that_an_error_names_would_do(size, world_size, fits, batchnor
     [
         ({}, {}, None),
         ({"EFFECTIVE_BATCH_SIZE": 256}, {}, 128),
-        ({}, {"NAME": "linear", "FIRST": 8}, None),
         ({"EFFECTIVE_BATCH_SIZE": 64}, {"NAME": "linear", "FIRST": 80}, 40),
         ({}, {"NAME": "milestones", "FIRST": 8, "MILESTONES": [[1, 96]]}, 48),
     ],
