@@ -5,7 +5,6 @@ A process runs all of them, as `work` of `tests.helpers.processes.compute`.
 
 import contextlib
 import datetime
-import itertools
 import json
 import os
 import signal
@@ -33,12 +32,8 @@ from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.state import snapshot
 from linnaeus.autobatch.state.sharded import is_fake
-from linnaeus.batch_plan.effective_batch import Facts
-from linnaeus.batch_plan.plan import plan_batches
-from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import AutoBatchError
-from linnaeus.size_search.planned_sizes import find_planned_sizes
 from linnaeus.size_search.searches import find_sizes
 from linnaeus.utils.autobatch import auto_find_batch_size
 from tests.autobatch.faulty import TINY
@@ -51,7 +46,6 @@ from tests.helpers.searches import content, prepared
 MIB = 2**20
 ROOM_MIB = 80
 CPU = torch.device("cpu")
-NUMBERS = itertools.count()
 
 
 def samples(n):
@@ -214,13 +208,6 @@ def group_of_one(rank):
     return [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
 
 
-class Scaled:
-    """What a hook that is a method keeps."""
-
-    def hook(self, _, bucket):  # torch compares annotations
-        return halved_allreduce(None, bucket)
-
-
 class DeepSpeedEngine(nn.Linear):
     """By its name."""
 
@@ -234,8 +221,6 @@ def what_no_rank_can_step_alone_is_refused_by_name(rank):
     assert find(state=(stateless,), max_batch_size=4).batch_size == 4
     stateful = DistributedDataParallel(nn.Linear(8, 8))
     stateful.register_comm_hook(PowerSGDState(None), powerSGD_hook)
-    method = DistributedDataParallel(nn.Linear(8, 8))
-    method.register_comm_hook(None, Scaled().hook)
     hooked = DistributedDataParallel(nn.Linear(8, 8))
     hooked._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     parts = {
@@ -246,7 +231,6 @@ def what_no_rank_can_step_alone_is_refused_by_name(rank):
         ),
         "a built-in communication hook": hooked,
         "PowerSGDState": stateful,
-        "Scaled": method,
     }
     for name, part in parts.items():
         refuses(name, find, state=(part if rank else stateless,))
@@ -363,36 +347,6 @@ def without_the_reducer_of_all_ranks_training_differs(rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(single_rank, "_make_reducer", make)
         assert not is_wrapper_trained_the_same("plain", 0)
-
-
-def the_hooks_of_a_wrapper_run_in_a_joint_step_and_count(rank):
-    """What the hook of the last rank allocates is in no trial of a rank alone."""
-
-    def found_with(mib_per_sample):
-        size = num_calls = 0
-        wrapper = DistributedDataParallel(Residual(64))
-
-        def hook(_, bucket):  # torch compares annotations
-            nonlocal num_calls
-            num_calls += 1
-            torch.ones(size * mib_per_sample * rank * MIB // 4)
-            return halved_allreduce(None, bucket)
-
-        def step(x):
-            nonlocal size
-            size = len(x)
-            backward_of(wrapper)(x)
-
-        wrapper.register_comm_hook(None, hook)
-        found = find(step, 2 * ROOM_MIB, state=(wrapper,), max_batch_size=4).batch_size
-        assert len(set(of_all(found))) == 1
-        before = num_calls
-        step(samples(1))
-        assert num_calls == before + 1, "training has its hook again"
-        return found
-
-    assert found_with(1) == 4
-    assert 1 <= found_with(50) < 4
 
 
 def backward_of(model):
@@ -556,50 +510,19 @@ def a_size_whose_joint_step_exceeds_a_budget_is_lowered(rank):
 # --- the searches of a run ---
 
 
-@contextlib.contextmanager
-def run_of(rank, *argv, fault="", **options):
-    """The search of a run, which leaves everything as it was, the same on all ranks."""
-    os.environ |= {"RANK": str(rank), "FAULT": fault}
-    store = dist.PrefixStore(f"control {next(NUMBERS)}", dist.distributed_c10d._get_default_store())
-    single = group_of_one(rank)
-    with ControlPlane(store, rank, 2) as plane:
-        world = World(CPU, rank, 2, 2, plane, host_group=dist.group.WORLD, single_rank_group=single)
-        search, assembly = prepared(*TINY, "TRAIN.EMA.ENABLED=True", *argv, world=world, **options)
-        before = content(assembly)
-        yield search
-        assert content(assembly) == before
-        assert len(set(map(str, of_all(before)))) == 1
-        plane.gather(None)  # no heartbeat ends before the others are done
-
-
-def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank):
-    """Rank 0 tries 18 on its way to 24. 36 samples per rank would be 2 x 18, but rank 1 cannot run 18."""
-    options = (
-        "DATA.AUTOBATCH.STRATEGY=binary",
-        "TRAIN.EFFECTIVE_BATCH_SIZE=72",
-        "DATA.AUTOBATCH.ENABLED_VAL=False",
-    )
-    with run_of(rank, *options, fault="not:1:18", max_samples_per_rank=36) as search:
-
-        def plan_for(size):
-            facts = Facts(
-                max_micro_batch_size=size, world_size=2, num_samples=96, learning_rate=0.1
-            )
-            return plan_batches(search.train, OptimizerConfig(), ScheduleConfig(), facts)
-
-        sizes = find_planned_sizes(search, plan_for)
-    train = sizes.found["train"]
-    assert {24, 18, 12} <= {trial.size for trial in train.trials if trial.status == "fits"} or rank
-    assert (train.ran_on_every_rank, sizes.plan.micro_batch_size) == ((24, 12), 12)
-
-
 def a_model_with_an_unused_branch_is_tried_as_it_is_trained(rank):
     """Without the option torch would wait for the gradient of the branch."""
     model = "MODEL._target_=tests.autobatch.faulty.ModelWithUnusedBranch"
-    with run_of(
-        rank, model, "DATA.AUTOBATCH.ENABLED_VAL=False", find_unused_parameters=True
-    ) as search:
+    os.environ |= {"RANK": str(rank), "FAULT": ""}
+    store = dist.PrefixStore("control", dist.distributed_c10d._get_default_store())
+    single = group_of_one(rank)
+    with ControlPlane(store, rank, 2) as plane:
+        world = World(CPU, rank, 2, 2, plane, host_group=dist.group.WORLD, single_rank_group=single)
+        search, assembly = prepared(*TINY, model, world=world, find_unused_parameters=True)
+        before = content(assembly)
         assert find_sizes(search)["train"].batch_size == 24
+        assert content(assembly) == before
+        plane.gather(None)  # no heartbeat ends before the others are done
 
 
 # --- four ranks ---
@@ -661,13 +584,11 @@ OF_TWO = (
     what_no_rank_can_step_alone_is_refused_by_name,
     training_after_a_search_is_that_without_one,
     without_the_reducer_of_all_ranks_training_differs,
-    the_hooks_of_a_wrapper_run_in_a_joint_step_and_count,
     a_wrapper_that_state_does_not_hold_is_refused_by_name,
     sync_batchnorm_normalises_over_one_rank_in_a_search,
     sharded_training_after_a_search_is_that_without_one,
     an_error_in_a_joint_step_is_tried_once_and_raised_on_all,
     a_size_whose_joint_step_exceeds_a_budget_is_lowered,
-    a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank,
     a_model_with_an_unused_branch_is_tried_as_it_is_trained,
 )
 BODIES = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from linnaeus import AutoBatchError, BudgetBatchSampler, find_budget
+from linnaeus import BudgetBatchSampler, find_budget
 from tests.helpers.greedy import allocate_too_much
 from tests.helpers.ledger import Ledger, room
 
@@ -108,17 +108,6 @@ def test_the_memory_of_each_batch_is_within_the_peak():
             step(padded_images([sides[index] for index in batch]))
         peaks.append(ledger.peak_bytes)
     assert growth / 2 < max(peaks) <= growth
-
-
-def test_a_sample_that_does_not_fit_is_an_error_with_its_cost():
-    texts = [torch.ones(length) for length in (3, 700)]
-
-    def step(batch):
-        if len(batch) >= 700:
-            allocate_too_much()
-
-    with pytest.raises(AutoBatchError, match="700 tokens"):
-        find_budget(step, texts, torch.cat, unit="tokens", device="cpu")
 
 
 ARGUMENTS = {

@@ -56,25 +56,21 @@ def record_of(result, size):
 # --- the size found ---
 
 
-@pytest.mark.parametrize("worst", [1, 2])
-def test_peaks_that_fall_are_no_certificate(worst):
-    """The first size needs five times its memory; after some steps, all need `worst` times theirs."""
+def test_peaks_that_fall_are_no_certificate():
+    """The first size needs five times its memory; after some steps, all need twice theirs."""
     num_runs = 0
 
     def step(batch):
         nonlocal num_runs
         num_runs += 1
-        factor = 5 if len(batch) == 16 else worst if num_runs > 12 else 1
+        factor = 5 if len(batch) == 16 else 2 if num_runs > 12 else 1
         torch.empty(len(batch) * factor, WIDTH)
 
-    options = room(200, max_batch_size=300, steps_per_trial=1)
-    result = find_on_cpu(step, make_batch, **options)
+    result = find_on_cpu(step, make_batch, **room(200), max_batch_size=300, steps_per_trial=1)
     peaks = [trial.peak_bytes for trial in result.trials if trial.size == result.batch_size]
     assert not result.certified
-    assert len(peaks) >= (3 if worst == 1 else 1)
     assert max(peak or 0 for peak in peaks) <= result.budget_bytes
-    least, most = (97, 100) if worst == 1 else (50, 66)
-    assert least <= result.batch_size <= most
+    assert 50 <= result.batch_size <= 66
 
 
 class Drawn:
@@ -171,17 +167,12 @@ def test_the_size_ran_within_the_budget_and_the_next_one_did_not(strategy, multi
     assert fits.status == "fits"
     assert 0 < fits.peak_bytes <= result.budget_bytes
     assert next_one.status in ("over", "oom")
-    assert next_one.peak_bytes is None or next_one.peak_bytes > result.budget_bytes
-    made = {
-        trial.size for trial in result.trials if trial.status != "oom"
-    }  # others may not be made
-    assert made <= set(seen)
     assert seen.count(result.batch_size) >= 3
     assert 50 <= result.batch_size <= 80, "two MiB a sample in 150 MiB"
 
 
-@pytest.mark.parametrize("confirm", [True, False])
-def test_the_size_fits_what_the_process_holds_after_the_search(confirm):
+@pytest.mark.parametrize(("confirm", "least", "most"), [(True, 45, 56), (False, 64, 64)])
+def test_the_size_fits_what_the_process_holds_after_the_search(confirm, least, most):
     """Only a confirmation can notice what the last trial has left behind, as a library's buffers."""
     held = []
 
@@ -190,17 +181,11 @@ def test_the_size_fits_what_the_process_holds_after_the_search(confirm):
             held.append(make_batch(40))
         return make_batch(size)
 
-    settings = SearchSettings(
-        target_memory_fraction=1.0,
-        max_batch_size=300,
-        strategy="power",
-        tolerance=0.0,
-        memory_limit_gb=room(150)["memory_limit_gb"],
-    )
+    settings = SearchSettings(**room(150), max_batch_size=300, strategy="power", tolerance=0.0)
     with BatchSizeFinder(plain_step, make_batch_and_keep, settings, device="cpu") as finder:
         result = finder.find(confirm=confirm)
     assert result.limited_by == "memory"
-    assert 45 <= result.batch_size <= 56 if confirm else result.batch_size == 64, "of 110 MiB"
+    assert least <= result.batch_size <= most, "of 110 MiB"
 
 
 def test_what_others_take_during_a_search_lowers_its_budget(monkeypatch):
@@ -237,10 +222,12 @@ def test_the_lowest_bound_is_reached_and_named(arguments, limited_by, size):
 
 
 @pytest.mark.parametrize(
-    ("limit", "limited_by"),
-    [({"timeout_minutes": 1.0}, "timeout"), ({"max_trials": 2}, "max_trials")],
+    ("setting", "value", "limited_by"),
+    [("timeout_minutes", 1.0, "timeout"), ("max_trials", 2, "max_trials")],
 )
-def test_a_limit_ends_the_search_with_the_best_size_so_far(limit, limited_by, monkeypatch, caplog):
+def test_a_limit_ends_the_search_with_the_best_size_so_far(
+    setting, value, limited_by, monkeypatch, caplog
+):
     sizes = []
 
     def step(batch):
@@ -251,12 +238,11 @@ def test_a_limit_ends_the_search_with_the_best_size_so_far(limit, limited_by, mo
         return 7200.0 if len(sizes) == 3 and limited_by == "timeout" else 0.0
 
     monkeypatch.setattr("linnaeus.autobatch.finder.time", SimpleNamespace(monotonic=clock))
-    result = find_on_cpu(step, make_batch, max_batch_size=300, **limit, **room(150))
+    result = find_on_cpu(step, make_batch, **room(150, max_batch_size=300, **{setting: value}))
     assert (result.limited_by, result.certified, len(result.trials)) == (limited_by, False, 2)
     assert sizes == [1, *(trial.size for trial in result.trials)]
     assert record_of(result, result.batch_size).status == "fits"
     (warning,) = (text for text in caplog.messages if "certified" in text)
-    setting = {"timeout": "timeout_minutes"}.get(limited_by, limited_by)
     assert setting in warning
 
 
@@ -445,21 +431,16 @@ class Everything:
 
     def picture(self):
         """All that the process could tell a search by, bit for bit."""
-        parameters = dict(self.model.named_parameters())
-        gradients = {name: parameter.grad for name, parameter in parameters.items()}
+        generator = np.random.get_state()
         return {
-            "parameters": bits(parameters),
-            "gradients": bits(gradients),
-            "buffers": bits(dict(self.model.named_buffers())),
+            **{type(part).__name__: bits(part.state_dict()) for part in self.state},
+            "gradients": bits([parameter.grad for parameter in self.model.parameters()]),
             "calls": getattr(self.model, "calls", 0),
             "modes": [
                 module.training for module in (*self.model.modules(), *self.ema.module.modules())
             ],
-            "optimizer": bits(self.optimizer.state_dict()),
-            "scaler": bits(self.scaler.state_dict()),
-            "ema": bits(self.ema.state_dict()),
             "python": random.getstate(),
-            "numpy": repr(np.random.get_state()[1:]) + str(np.random.get_state()[1].tolist()),
+            "numpy": (generator[1].tolist(), generator[2:]),
             "torch": bits(torch.get_rng_state()),
             "limit": resource.getrlimit(resource.RLIMIT_DATA),
             "environment": dict(os.environ),
@@ -468,10 +449,6 @@ class Everything:
             "threads": set(threading.enumerate()),
             "num_threads": torch.get_num_threads(),
         }
-
-
-def changed(before, after):
-    return {name for name in before if before[name] != after[name]}
 
 
 OUTCOMES = {
@@ -501,7 +478,7 @@ def test_a_search_leaves_no_trace(mode, outcome, monkeypatch):
             max_batch_size=6,
             **(room(300) | arguments),
         )
-    assert changed(before, loop.picture()) == set()
+    assert loop.picture() == before
     if error is None:
         assert result.batch_size == (3 if outcome == "out of memory" else 6)
 
@@ -512,14 +489,6 @@ def test_the_picture_sees_a_step():
     before = loop.picture()
     loop.step(loop.make_batch(2))
     os.environ.pop("LEFT_BY_A_STEP")
-    assert changed(before, loop.picture()) >= {
-        "parameters",
-        "gradients",
-        "buffers",
-        "optimizer",
-        "scaler",
-        "ema",
-        "calls",
-        "python",
-        "numpy",
-    }
+    after = loop.picture()
+    same = {name for name in before if before[name] == after[name]}
+    assert same <= {"modes", "limit", "frozen", "collects", "threads", "num_threads", "environment"}

@@ -1,24 +1,19 @@
 """The search is tested on curves of every shape, against an oracle that knows the whole curve."""
 
 import functools
-import importlib.util
 import math
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from benchmarks.research import search_replay
 from linnaeus.autobatch.search import (
-    FIXED_FRACTION,
     GRID_LIMIT,
-    GROWTH,
     STRATEGIES,
     KernelLimit,
     OutOfMemory,
-    SearchResult,
     TrialRecord,
     find_largest,
 )
@@ -169,20 +164,6 @@ def test_every_search_is_bounded_and_honest(
         assert len(result.trials) <= math.log2(bounds[1]) + 2
     else:
         check_honest(result, device, candidates, max_trials)
-
-
-@given(
-    curve=st.one_of(rising_curves(), unruly_curves()),
-    capacity=capacities,
-    max_size=st.integers(1, 8192),
-)
-def test_the_second_size_is_at_most_four_times_the_first(curve, capacity, max_size):
-    """Unless the first peak says that all sizes fit."""
-    device = Device(curve, capacity)
-    found = sizes(find(device, max_size=max_size, max_trials=10**9))
-    if len(found) > 1 and found[1] > GROWTH * found[0]:
-        growth = (1 - FIXED_FRACTION) * (max_size / found[0] - 1)
-        assert device.peaks[found[0]] * (1 + growth) <= BUDGET * (1 + 1e-9)
 
 
 @given(
@@ -352,23 +333,7 @@ def test_the_plain_strategies_try_what_their_names_say(strategy, expected):
     assert result.limited_by == "memory"
 
 
-def test_a_fixed_cost_that_is_known_saves_trials():
-    """A process that holds 90 % of the budget: without that knowledge a first peak looks like a slope."""
-    knowing, guessing = find(line(9000, 10), fixed_bytes=9000), find(line(9000, 10))
-    assert knowing.size == guessing.size == 100
-    assert len(knowing.trials) < len(guessing.trials)
-
-
 # -- figures on measured curves
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    path = Path(__file__).parents[2] / "benchmarks" / "research" / "search_replay.py"
-    spec = importlib.util.spec_from_file_location("search_replay", path)
-    module = sys.modules["search_replay"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -379,11 +344,11 @@ def benchmark():
         ("strict cap", 5.6, 7),
     ],
 )
-def test_figures_on_measured_curves(benchmark, mode, mean, p90):
-    curves = benchmark.read_curves(benchmark.CURVES)
-    chosen = next(each for each in benchmark.MODES if each.name == mode)
-    cases = benchmark.make_cases(curves, range(3), chosen)
-    row = benchmark.summary([benchmark.replay(case, chosen, "guided") for case in cases])
+def test_figures_on_measured_curves(mode, mean, p90):
+    curves = search_replay.read_curves(search_replay.CURVES)
+    chosen = next(each for each in search_replay.MODES if each.name == mode)
+    cases = search_replay.make_cases(curves, range(3), chosen)
+    row = search_replay.summary([search_replay.replay(case, chosen, "guided") for case in cases])
     assert len(curves) > 400
     assert row["mean"] <= mean
     assert row["p90"] <= p90
@@ -435,13 +400,6 @@ def test_a_search_with_a_tolerance_ends_within_it(
         smallest_failure = min(size for size, peak in device.peaks.items() if peak > BUDGET)
         may_fit = candidates[candidates.index(smallest_failure) - 1]
         assert result.within == (may_fit - result.size) / result.size
-
-
-def test_known_records_may_settle_a_search_within_the_tolerance():
-    known = [TrialRecord(200, "fits", 9_000, 0.1), TrialRecord(203, "over", 10_100, 0.1)]
-    found = SearchResult(200, certified=False, limited_by="memory", trials=(), within=0.01)
-    assert find(line(0, 1), known=known, tolerance=0.01) == found
-    assert find(line(0, 1), known=known, tolerance=0.009).trials != ()
 
 
 def test_without_trials_the_gap_ends_at_the_smallest_failure():

@@ -26,20 +26,16 @@ class Net(nn.Module):
         self.inner = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
         self.low = nn.Linear(8, 8, dtype=torch.bfloat16)
         self.embedding = nn.Linear(6, 8, bias=False)
-        self.output = nn.Linear(8, 6, bias=False)
-        self.output.weight = nn.Parameter(self.embedding.weight.detach().T.contiguous())
         self.tied = nn.Linear(6, 8, bias=False)
         self.tied.weight = self.embedding.weight
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.register_buffer("scratch", torch.randn(5), persistent=False)
         self.register_buffer("mask", torch.arange(3.0).expand(4, 3), persistent=False)
-        self.register_buffer("counts", torch.tensor([1, 2]))
         self.register_buffer("absent", None, persistent=False)
 
     def forward(self, x):
         hidden = self.inner(x) + self.embedding(x) + self.tied(x)
-        hidden = hidden + self.low(hidden.to(torch.bfloat16)).float()
-        return self.output(hidden)
+        return hidden + self.low(hidden.to(torch.bfloat16)).float()
 
 
 def step(model, *optimizers):
@@ -154,7 +150,6 @@ class Restless(nn.Module):
         with torch.inference_mode():
             self.inferred = torch.zeros(2)
         self.slope = torch.ones(2, requires_grad=True)  # no parameter, yet it learns
-        self.seen = {1, 2}
         self.recent = deque([1, 2], maxlen=2)
         self.array = np.zeros(3)
         self.generator = np.random.default_rng(0)
@@ -166,7 +161,7 @@ class Restless(nn.Module):
     def picture(self):
         """All of it, and which objects these are."""
         modules = {id(module): (type(module), module._forward_hooks) for module in self.modules()}
-        plain = (self.seen, self.recent, len(self.itself), self.generator.bit_generator.state)
+        plain = (self.recent, len(self.itself), self.generator.bit_generator.state)
         tensors = (self.cache, self.inferred, self.slope, self.slope.grad, self.array.tolist())
         objects = (self.cache, self.cache["inside"][0], self.inferred, self.array)
         return [
@@ -188,7 +183,6 @@ CHANGES = {
     "gradient of a tensor": lambda module: (module.slope * 3).sum().backward(),
     "tensor in a container": lambda module: module.cache["inside"][0].add_(1),
     "dict in a tuple": lambda module: module.cache["inside"][1][1].update(deep=2),
-    "set": lambda module: module.seen.add(3),
     "deque": lambda module: module.recent.append(9),
     "array": lambda module: module.array.__setitem__(0, 5.0),
     "NumPy's generator": lambda module: module.generator.random(),
@@ -288,8 +282,6 @@ def test_without_optimizers_their_state_and_attributes_stay():
     step(model, optimizer)
     model.calls = 1
     trained = bits(optimizer.state_dict())
-    with torch.inference_mode():
-        model(torch.ones(2, 6))
     snapshot.restore_parts(with_optimizers=False)
     assert bits_of_module(model) == before
     assert (bits(optimizer.state_dict()), model.calls) == (trained, 1)
@@ -298,27 +290,6 @@ def test_without_optimizers_their_state_and_attributes_stay():
 
 
 # -- anything, generators
-
-
-def test_any_object_with_a_state_dict_comes_back():
-    content = {
-        "keys": torch.randn(4),
-        "nest": [{"deep": torch.ones(1)}],
-        "pointer": 0,
-    }
-    queue = SimpleNamespace(
-        state_dict=lambda: content, load_state_dict=lambda state: content.update(state)
-    )
-    before = bits(content)
-    snapshot = Snapshot([None, queue], CPU)
-    for _ in range(2):
-        content["keys"].add_(1)
-        content["nest"][0]["deep"].add_(1)
-        content["nest"].append(3)
-        content["pointer"] += 1
-        assert bits(content) != before
-        snapshot.restore()
-        assert bits(content) == before
 
 
 def test_nan_counts_as_restored_where_it_was_before():
@@ -377,23 +348,14 @@ def switches():
     )
 
 
-def set_switches(values):
-    cudnn = torch.backends.cudnn
-    grad, dtype, mode, cudnn.enabled, cudnn.benchmark, cudnn.deterministic = values
-    torch.set_grad_enabled(grad)
-    torch.set_default_dtype(dtype)
-    torch.set_deterministic_debug_mode(mode)
-
-
 def test_switches_of_the_process_come_back():
-    usual, other = switches(), (False, torch.float64, 1, False, True, True)
-    try:
-        for one, two in ((usual, other), (other, usual)):
-            set_switches(one)
-            snapshot = Snapshot([nn.Linear(1, 1)], CPU)
-            set_switches(two)
-            assert all(now != then for now, then in zip(switches(), one, strict=True))
-            snapshot.restore()
-            assert switches() == one
-    finally:
-        set_switches(usual)
+    before, cudnn = switches(), torch.backends.cudnn
+    snapshot = Snapshot([nn.Linear(1, 1)], CPU)
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_deterministic_debug_mode(1)
+    cudnn.enabled, cudnn.benchmark, cudnn.deterministic = False, True, True
+    changed = switches()
+    snapshot.restore()
+    assert switches() == before
+    assert all(now != then for now, then in zip(changed, before, strict=True))

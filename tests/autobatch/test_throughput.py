@@ -41,12 +41,6 @@ def test_a_fastest_size_below_the_largest_is_found():
     assert 512 <= fast[-1] <= 600
 
 
-def test_noise_of_a_few_per_cent_does_not_lead_far_astray():
-    device = Device(line(0.010, 0.001), noise=0.03)
-    fast, _ = sizes_by_speed(device, range(1, 1025))
-    assert 103 <= fast[0] <= 512, "with 0.92 of the samples per second of 1024"
-
-
 def test_nothing_is_timed_after_the_deadline_but_the_first():
     device = Device(line(0.1, 0.001))
     fast, _ = sizes_by_speed(device, range(1, 1025), deadline_s=0.0)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from linnaeus.batch_plan.effective_batch import max_samples_per_rank
 from linnaeus.batch_plan.scaling import scale_factor
-from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, TrainConfig
+from linnaeus.config.schema import OptimizerConfig
 from linnaeus.runtime.errors import ConfigError
 from tests.helpers.configs import FACTS, plan_of
 
@@ -23,30 +22,22 @@ def effective_sizes(plan):
     ]
 
 
-@pytest.mark.parametrize(("size", "nearby"), [(130, 132), (132, None), (998, None)])
-def test_an_effective_size_that_splits_badly_names_a_nearby_one(size, nearby):
-    facts = replace(FACTS, max_micro_batch_size=33, world_size=2, num_samples=1000)
-    notes = plan_of(facts, EFFECTIVE_BATCH_SIZE=size).notes
-    assert [str(nearby) in note for note in notes] == ([] if nearby is None else [True])
-    if nearby is not None:
-        plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=nearby)
-        assert (plan.notes, plan.accumulation_steps) == ((), -(-size // 66))
+def facts_of(num_samples, **fields):
+    """The facts of a run."""
+    return st.builds(replace, st.just(FACTS), num_samples=num_samples, **fields)
 
 
 @given(
-    world_size=st.integers(1, 4),
+    facts=facts_of(
+        st.integers(240, 500),
+        world_size=st.integers(1, 4),
+        max_micro_batch_size=st.integers(1, 40),
+    ),
     samples_per_rank=st.integers(1, 60),
-    fits=st.integers(1, 40),
     limit=st.integers(1, 40),
-    num_samples=st.integers(240, 500),
 )
-def test_a_limit_splits_the_same_optimizer_steps_more_finely(
-    world_size, samples_per_rank, fits, limit, num_samples
-):
-    facts = replace(
-        FACTS, max_micro_batch_size=fits, world_size=world_size, num_samples=num_samples
-    )
-    plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=samples_per_rank * world_size, EPOCHS=2)
+def test_a_limit_splits_the_same_optimizer_steps_more_finely(facts, samples_per_rank, limit):
+    plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=samples_per_rank * facts.world_size, EPOCHS=2)
     limited = plan.with_max_micro_batch(limit)
     assert effective_sizes(limited) == effective_sizes(plan)
     assert (limited.learning_rate, limited.total_steps) == (plan.learning_rate, plan.total_steps)
@@ -62,63 +53,44 @@ def test_a_limit_splits_the_same_optimizer_steps_more_finely(
 
 
 @given(
-    world_size=st.integers(1, 8),
+    facts=facts_of(
+        st.integers(1, 5000),
+        world_size=st.integers(1, 8),
+        max_micro_batch_size=st.integers(1, 128),
+    ),
     samples_per_rank=st.integers(1, 300),
-    max_micro_batch_size=st.integers(1, 128),
-    num_samples=st.integers(1, 5000),
     epochs=st.integers(1, 5),
 )
-def test_every_step_takes_the_effective_size(
-    world_size, samples_per_rank, max_micro_batch_size, num_samples, epochs
-):
-    effective = world_size * samples_per_rank
-    assume(effective <= num_samples // world_size * world_size)
-    facts = replace(
-        FACTS,
-        max_micro_batch_size=max_micro_batch_size,
-        world_size=world_size,
-        num_samples=num_samples,
-    )
+def test_every_step_takes_the_effective_size(facts, samples_per_rank, epochs):
+    assume(samples_per_rank <= facts.num_samples // facts.world_size)
+    effective = facts.world_size * samples_per_rank
     plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=effective, EPOCHS=epochs)
-    assert (
-        plan.micro_batch_size * plan.accumulation_steps * world_size
-        == plan.effective_batch_size
-        == effective
-    )
-    fewest = -(-samples_per_rank // max_micro_batch_size)
+    assert plan.micro_batch_size * plan.accumulation_steps == samples_per_rank
+    fewest = -(-samples_per_rank // facts.max_micro_batch_size)
     assert plan.accumulation_steps == next(
         n for n in range(fewest, 301) if samples_per_rank % n == 0
     )
-    assert plan.steps_per_epoch == (num_samples // effective,) * epochs
-    assert plan.total_steps == epochs * (num_samples // effective)
-    assert set(effective_sizes(plan)) == {effective}
+    assert effective_sizes(plan) == [effective] * (facts.num_samples // effective) * epochs
+    assert plan.steps_per_epoch == (facts.num_samples // effective,) * epochs
 
 
 @given(
-    max_micro_batch_size=st.integers(1, 200),
-    world_size=st.integers(1, 5),
-    num_samples=st.integers(5, 2000),
+    facts=facts_of(
+        st.integers(5, 2000),
+        world_size=st.integers(1, 5),
+        max_micro_batch_size=st.integers(1, 200),
+    ),
     accumulation=st.integers(1, 9),
 )
-def test_without_a_wish_every_whole_micro_batch_is_used(
-    max_micro_batch_size, world_size, num_samples, accumulation
-):
-    facts = replace(
-        FACTS,
-        max_micro_batch_size=max_micro_batch_size,
-        world_size=world_size,
-        num_samples=num_samples,
-    )
+def test_without_a_wish_every_whole_micro_batch_is_used(facts, accumulation):
     plan = plan_of(facts, ACCUMULATION_STEPS=accumulation, EPOCHS=2)
-    per_process = num_samples // world_size
-    micro_batch_size = min(max_micro_batch_size, per_process)
+    per_process = facts.num_samples // facts.world_size
+    micro_batch_size = min(facts.max_micro_batch_size, per_process)
     num_micro_batches = per_process // micro_batch_size
+    most = min(accumulation, num_micro_batches)
     assert list(plan.micro_batches(0)) == [micro_batch_size] * num_micro_batches
     assert plan.steps_per_epoch[0] == math.ceil(num_micro_batches / accumulation)
-    assert (
-        plan.effective_batch_size
-        == micro_batch_size * min(accumulation, num_micro_batches) * world_size
-    )
+    assert plan.effective_batch_size == micro_batch_size * most * facts.world_size
     assert plan.learning_rate == 0.1
 
 
@@ -265,17 +237,3 @@ def test_the_sizes_that_an_error_names_would_do(size, world_size, fits, batchnor
         named = re.search(r"(\d+)(?: or (\d+))? would", str(error))
         for other in map(int, filter(None, named.groups() if named else ())):
             assert plan_of(facts, EFFECTIVE_BATCH_SIZE=other).effective_batch_size == other
-
-
-@pytest.mark.parametrize(
-    ("train", "schedule", "expected"),
-    [
-        ({}, {}, None),
-        ({"EFFECTIVE_BATCH_SIZE": 256}, {}, 128),
-        ({"EFFECTIVE_BATCH_SIZE": 64}, {"NAME": "linear", "FIRST": 80}, 40),
-        ({}, {"NAME": "milestones", "FIRST": 8, "MILESTONES": [[1, 96]]}, 48),
-    ],
-)
-def test_the_most_samples_per_rank_that_are_asked_for(train, schedule, expected):
-    node = TrainConfig(**train, BATCH_SCHEDULE=BatchScheduleConfig(**schedule))
-    assert max_samples_per_rank(node, replace(FACTS, world_size=2, num_samples=1000)) == expected

@@ -12,8 +12,6 @@ import yaml
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from linnaeus.config.load import load_config
-from linnaeus.runtime.errors import ConfigError
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL, assert_same_bits, weights
 
@@ -171,12 +169,6 @@ def test_the_faster_of_both_ways_is_kept(slow_if_checkpointed, run, tmp_path):
 
 
 PLAIN = f"MODEL._target_={__name__}.Plain"
-
-
-@pytest.mark.parametrize("value", ["[none,chekpointing]", "[]", "[checkpointing,none]", "null"])
-def test_a_wrong_list_is_refused(value):
-    with pytest.raises(ConfigError, match=r"DATA\.AUTOBATCH\.FIT"):
-        load_config([f"DATA.AUTOBATCH.FIT={value}"])
 
 
 def test_messages(golden, run):

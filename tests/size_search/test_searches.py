@@ -42,26 +42,6 @@ def sizes_tried(result):
     return [trial.size for trial in result.trials]
 
 
-@pytest.mark.parametrize(
-    ("statuses", "tried"), [([], True), (["fits", "over"], True), (["over", "fits"], False)]
-)
-def test_the_newest_trial_of_a_planned_size_decides_whether_it_is_tried_again(
-    statuses, tried, monkeypatch
-):
-    search, _ = prepared(OWN_MODEL, OWN_DATA, "TRAIN.EFFECTIVE_BATCH_SIZE=12")
-    runs = [(8, "fits"), *((6, status) for status in statuses)]
-    found = {"train": result(8, *runs)}
-    monkeypatch.setattr(
-        "linnaeus.size_search.planned_sizes.find_sizes", lambda search, earlier: found
-    )
-    planned = planned_sizes(search)
-    assert planned.plan.micro_batch_size == 6
-    ran = [(trial.size, trial.status) for trial in planned.found["train"].trials]
-    assert ran[: len(runs)] == runs
-    assert (len(ran) > len(runs)) == tried
-    assert ran[-1] == (6, "fits")
-
-
 SAVED = {"train": entry(7), "val": entry(9)}
 
 
@@ -127,14 +107,6 @@ def test_a_search_starts_at_the_size_of_its_mode_and_finds_the_same(option, trie
 
 
 # --- bounds ---
-
-
-def test_the_samples_of_one_process_bound_both_sizes():
-    search, _ = prepared(*BARE, OWN_MODEL)
-    found = find_sizes(search)
-    for mode, size in (("train", 96), ("val", 31)):
-        result = found[mode]
-        assert (result.batch_size, result.limited_by, result.certified) == (size, "dataset", True)
 
 
 def test_host_memory_that_the_loader_needs_bounds_the_size(monkeypatch):
