@@ -5,7 +5,6 @@ A process runs all of them, as `work` of `tests.helpers.processes.compute`.
 
 import contextlib
 import datetime
-import itertools
 import json
 import os
 import signal
@@ -33,16 +32,13 @@ from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.state import snapshot
 from linnaeus.autobatch.state.sharded import is_fake
-from linnaeus.batch_plan.effective_batch import Facts
-from linnaeus.batch_plan.plan import plan_batches
-from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import AutoBatchError
-from linnaeus.size_search.planned_sizes import find_planned_sizes
 from linnaeus.size_search.searches import find_sizes
 from linnaeus.utils.autobatch import auto_find_batch_size
 from tests.autobatch.faulty import TINY
 from tests.helpers import forks
+from tests.helpers.greedy import allocate_too_much
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import freeze_what_is_there, wait_until
 from tests.helpers.searches import content, prepared
@@ -50,7 +46,6 @@ from tests.helpers.searches import content, prepared
 MIB = 2**20
 ROOM_MIB = 80
 CPU = torch.device("cpu")
-NUMBERS = itertools.count()
 
 
 def samples(n):
@@ -170,22 +165,14 @@ def a_search_may_take_longer_than_the_timeout_of_the_group(rank):
 
 
 def searches_in_one_context_share_its_control_plane(rank):
-    def around():
-        connections = psutil.Process().net_connections("tcp")
-        return sorted(each.name for each in threading.enumerate()), len(connections)
-
-    before = around()
     with joined_ranks() as plane:
         assert of_main(plane, f"of {rank}") == "of 0"
         assert [find(max_batch_size=size).batch_size for size in (4, 8)] == [4, 8]
         with joined_ranks() as inner:
             assert inner is plane
-        inside = around()
+        assert threading.active_count() > 1
     dist.barrier()
-    wait_until(lambda: around() == before)
-    assert before[0] == ["MainThread"]
-    assert len(inside[0]) > 1
-    assert inside[1] > before[1]
+    wait_until(lambda: threading.active_count() == 1)
 
 
 # --- steps that communicate ---
@@ -199,7 +186,6 @@ def a_collective_of_a_later_step_is_an_error_and_no_hang(rank):
         "all": lambda group: functional_collectives.all_reduce(
             torch.ones(2), "sum", group or dist.group.WORLD
         ).sum(),
-        "broadcast": lambda group: dist.broadcast_object_list([1], group=group, group_src=0),
     }
     for word, communicate in communications.items():
         for named in (None, others, one):
@@ -216,25 +202,10 @@ def a_collective_of_a_later_step_is_an_error_and_no_hang(rank):
             else:
                 refuses(word, find, step, max_batch_size=4)
                 assert calls == (0 if rank else 4), "it is not tried again"
-    refuses("allreduce", auto_find_batch_size, lambda batch: None, batch_of_all, max_batch_size=4)
-    batch_of_all(1)  # outside of a search it is as before
-
-
-def batch_of_all(n):
-    batch = samples(n)
-    dist.all_reduce(batch)
-    return batch
 
 
 def group_of_one(rank):
     return [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
-
-
-class Scaled:
-    """What a hook that is a method keeps."""
-
-    def hook(self, _, bucket):  # torch compares annotations
-        return halved_allreduce(None, bucket)
 
 
 class DeepSpeedEngine(nn.Linear):
@@ -242,12 +213,14 @@ class DeepSpeedEngine(nn.Linear):
 
 
 def what_no_rank_can_step_alone_is_refused_by_name(rank):
+    """Also if one rank alone has it, before any collective."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
+    stateless = DistributedDataParallel(nn.Linear(8, 8))
+    stateless.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
+    assert find(state=(stateless,), max_batch_size=4).batch_size == 4
     stateful = DistributedDataParallel(nn.Linear(8, 8))
     stateful.register_comm_hook(PowerSGDState(None), powerSGD_hook)
-    method = DistributedDataParallel(nn.Linear(8, 8))
-    method.register_comm_hook(None, Scaled().hook)
     hooked = DistributedDataParallel(nn.Linear(8, 8))
     hooked._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     parts = {
@@ -258,21 +231,9 @@ def what_no_rank_can_step_alone_is_refused_by_name(rank):
         ),
         "a built-in communication hook": hooked,
         "PowerSGDState": stateful,
-        "Scaled": method,
     }
     for name, part in parts.items():
-        refuses(name, find, state=(part,))
-    stateless = DistributedDataParallel(nn.Linear(8, 8))
-    stateless.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
-    assert find(state=(stateless,), max_batch_size=4).batch_size == 4
-
-
-def state_that_one_rank_refuses_is_named_before_any_collective(rank):
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8)))
-    model(torch.ones(2, 8)).sum().backward()
-    if rank == 1:
-        model.module.append(DeepSpeedEngine(8, 8))
-    refuses("DeepSpeedEngine", find, state=(model,), max_batch_size=4)
+        refuses(name, find, state=(part if rank else stateless,))
 
 
 class Net(nn.Module):
@@ -388,69 +349,8 @@ def without_the_reducer_of_all_ranks_training_differs(rank):
         assert not is_wrapper_trained_the_same("plain", 0)
 
 
-def the_hooks_of_a_wrapper_run_in_a_joint_step_and_count(rank):
-    """What the hook of the last rank allocates is in no trial of a rank alone."""
-    sizes = {}
-    for mib_per_sample in (0, 1, 50):
-        calls = []
-        size = 1
-        wrapper = DistributedDataParallel(Residual(64))
-
-        def hook(_, bucket):  # torch compares annotations
-            mib = size * mib_per_sample if rank else 0  # noqa: B023
-            calls.append(torch.ones(mib * MIB // 4).numel())  # noqa: B023
-            return halved_allreduce(None, bucket)
-
-        def step(x):
-            nonlocal size
-            size = len(x)
-            backward_of(wrapper)(x)  # noqa: B023
-
-        if mib_per_sample:
-            wrapper.register_comm_hook(None, hook)
-        found = find(step, 2 * ROOM_MIB, state=(wrapper,), max_batch_size=4).batch_size
-        sizes[mib_per_sample] = found
-        assert len(set(of_all(found))) == 1
-        assert bool(calls) == bool(mib_per_sample)
-        num_calls = len(calls)
-        step(samples(1))
-        assert len(calls) == num_calls + bool(mib_per_sample), "training has its hook again"
-    assert sizes[0] == sizes[1] == 4
-    assert 1 <= sizes[50] < 4
-
-
 def backward_of(model):
     return lambda x: model(x.unflatten(1, (-1, 64))).square().mean().backward()
-
-
-def an_error_in_a_joint_step_of_a_wrapper_is_raised_on_all(rank):
-    """In forward, in backward before a bucket is complete, and in a hook; training goes on afterwards."""
-    for place in ("forward", "backward", "hook"):
-        wrapper = DistributedDataParallel(nn.Sequential(Residual(64), Residual(64)))
-        step = backward_of(wrapper)
-        failures = []
-
-        def fail(here, *_):
-            is_joint = wrapper.process_group.size() > 1  # noqa: B023
-            if rank == 1 and is_joint and here == place and not failures:  # noqa: B023
-                failures.append(here)  # noqa: B023
-                raise KeyError("broken")
-
-        def hook(_, bucket):  # torch compares annotations
-            fail("hook")
-            return halved_allreduce(None, bucket)
-
-        wrapper.register_comm_hook(None, hook)
-        wrapper.module[0].register_forward_hook(lambda *_: fail("forward"))
-        wrapper.module[1].up.weight.register_hook(lambda _: fail("backward"))
-        options = {"max_batch_size": 2, "memory_limit_gb": 8.0}
-        refuses("rank 1: KeyError", find, step, state=(wrapper,), **options)
-        assert bool(failures) == bool(rank)
-        step(samples(2))
-        gradients = [parameter.grad for parameter in wrapper.parameters()]
-        assert all(grad is not None for grad in gradients)
-        first, second = of_all(gradients)
-        assert all(map(torch.equal, first, second)), place
 
 
 def a_wrapper_that_state_does_not_hold_is_refused_by_name(rank):
@@ -555,17 +455,11 @@ def is_joint(model):
 
 
 def an_error_in_a_joint_step_is_tried_once_and_raised_on_all(rank):
-    """At each call, of each kind; the groups of the ranks are as good as before."""
+    """In a forward pass, and of memory in a backward pass; the groups are as good as before."""
     model = sharded("full")
 
-    def more_than_there_is(text):
-        torch.empty(1 << 50, dtype=torch.uint8)
-
-    def raised(error):
-        def fail(text):
-            raise error(text)
-
-        return fail
+    def fail(_):
+        raise KeyError("broken")
 
     def search(failing_call, fail, in_backward):
         calls = 0
@@ -576,109 +470,59 @@ def an_error_in_a_joint_step_is_tried_once_and_raised_on_all(rank):
             is_failing = rank == 1 and is_joint(model) and calls == failing_call
             y = model(x.unflatten(1, (-1, 64)))
             if is_failing and in_backward:
-                y.register_hook(lambda gradient: fail("broken"))
+                y.register_hook(fail)
             elif is_failing:
-                fail("broken")
+                fail(y)
             y.square().mean().backward()
 
-        options = {"max_batch_size": 2, "memory_limit_gb": 8.0}
-        try:
-            outcome = find(step, state=(model,), **options)
-        except BaseException as error:
-            outcome = error
-        return calls, outcome
-
-    for call, fail, word, in_backward in (
-        (1, raised(KeyError), "KeyError: 'broken'", False),
-        (6, more_than_there_is, "max_batch_size", True),
-    ):
-        calls, error = search(call, fail, in_backward)
-        assert calls == call, (calls, error)
+        error = error_of(find, step, state=(model,), max_batch_size=2, memory_limit_gb=8.0)
+        assert calls == failing_call, error
         assert isinstance(error, AutoBatchError), error
-        assert str(error).startswith("AutoBatch: rank 1: "), error
-        assert word in str(error), error
-        assert len(set(of_all(str(error)))) == 1
-    calls, error = search(6, raised(KeyboardInterrupt), False)
-    assert isinstance(error, KeyboardInterrupt if rank else AutoBatchError), error
-    assert rank or "rank 1: KeyboardInterrupt" in str(error), error
-    calls, found = search(0, raised(KeyError), False)
-    assert (calls, found.batch_size) == (8, 2), found
+        (text,) = set(of_all(str(error)))
+        return text
+
+    assert search(1, fail, False).startswith("AutoBatch: rank 1: KeyError: 'broken'")
+    text = search(6, allocate_too_much, True)
+    assert text.startswith("AutoBatch: rank 1: ")
+    assert "max_batch_size" in text
+    found = find(backward_of(model), state=(model,), max_batch_size=2, memory_limit_gb=8.0)
+    assert found.batch_size == 2
 
 
 def a_size_whose_joint_step_exceeds_a_budget_is_lowered(rank):
     """What the last rank allocates only together with the others is in no trial of a rank alone."""
-    model, last = sharded("full"), dist.get_world_size() - 1
-    sizes = []
+    model, sizes = sharded("full"), []
 
-    def step(x, extra_mib):
-        if is_joint(model):
-            sizes.append(len(x))
-            _ = torch.ones(extra_mib * MIB // 4) if rank == last else None
-        model(x.unflatten(1, (-1, 64))).square().mean().backward()
+    def found_with(extra_mib):
+        def step(x):
+            if is_joint(model):
+                sizes.append(len(x))
+                torch.ones(rank * extra_mib * MIB // 4)
+            backward_of(model)(x)
 
-    found = {
-        extra_mib: auto_find_batch_size(
-            lambda x, extra_mib=extra_mib: step(x, extra_mib),
-            samples,
-            state=(model,),
-            max_batch_size=4,
-            memory_limit_gb=limit_with_room_for(2 * ROOM_MIB) / 0.8,
-        ).batch_size
-        for extra_mib in (1, ROOM_MIB + 15)
-    }
-    assert found[1] == 4
-    assert 1 <= found[ROOM_MIB + 15] < 4
-    assert sizes[-1] == found[ROOM_MIB + 15] < max(sizes), "less has been run together, too"
-    assert len(set(of_all(str(found)))) == 1
+        (size,) = set(of_all(find(step, 2 * ROOM_MIB, state=(model,), max_batch_size=4).batch_size))
+        return size
+
+    assert found_with(1) == 4
+    assert 1 <= found_with(ROOM_MIB + 15) == sizes[-1] < 4, "less has been run together, too"
 
 
 # --- the searches of a run ---
 
 
-@contextlib.contextmanager
-def run_of(rank, *argv, fault="", **options):
-    """The search of a run, which leaves everything as it was, the same on all ranks."""
-    os.environ |= {"RANK": str(rank), "FAULT": fault}
-    store = dist.PrefixStore(f"control {next(NUMBERS)}", dist.distributed_c10d._get_default_store())
-    single = group_of_one(rank)
-    with ControlPlane(store, rank, 2) as plane:
-        world = World(CPU, rank, 2, 2, plane, host_group=dist.group.WORLD, single_rank_group=single)
-        search, assembly = prepared(*TINY, "TRAIN.EMA.ENABLED=True", *argv, world=world, **options)
-        before = content(assembly)
-        yield search
-        assert content(assembly) == before
-        assert len(set(map(str, of_all(before)))) == 1
-        plane.gather(None)  # no heartbeat ends before the others are done
-
-
-def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank):
-    """Rank 0 tries 18 on its way to 24. 36 samples per rank would be 2 x 18, but rank 1 cannot run 18."""
-    options = (
-        "DATA.AUTOBATCH.STRATEGY=binary",
-        "TRAIN.EFFECTIVE_BATCH_SIZE=72",
-        "DATA.AUTOBATCH.ENABLED_VAL=False",
-    )
-    with run_of(rank, *options, fault="not:1:18", max_samples_per_rank=36) as search:
-
-        def plan_for(size):
-            facts = Facts(
-                max_micro_batch_size=size, world_size=2, num_samples=96, learning_rate=0.1
-            )
-            return plan_batches(search.train, OptimizerConfig(), ScheduleConfig(), facts)
-
-        sizes = find_planned_sizes(search, plan_for)
-    train = sizes.found["train"]
-    assert {24, 18, 12} <= {trial.size for trial in train.trials if trial.status == "fits"} or rank
-    assert (train.ran_on_every_rank, sizes.plan.micro_batch_size) == ((24, 12), 12)
-
-
 def a_model_with_an_unused_branch_is_tried_as_it_is_trained(rank):
     """Without the option torch would wait for the gradient of the branch."""
     model = "MODEL._target_=tests.autobatch.faulty.ModelWithUnusedBranch"
-    with run_of(
-        rank, model, "DATA.AUTOBATCH.ENABLED_VAL=False", find_unused_parameters=True
-    ) as search:
+    os.environ |= {"RANK": str(rank), "FAULT": ""}
+    store = dist.PrefixStore("control", dist.distributed_c10d._get_default_store())
+    single = group_of_one(rank)
+    with ControlPlane(store, rank, 2) as plane:
+        world = World(CPU, rank, 2, 2, plane, host_group=dist.group.WORLD, single_rank_group=single)
+        search, assembly = prepared(*TINY, model, world=world, find_unused_parameters=True)
+        before = content(assembly)
         assert find_sizes(search)["train"].batch_size == 24
+        assert content(assembly) == before
+        plane.gather(None)  # no heartbeat ends before the others are done
 
 
 # --- four ranks ---
@@ -691,22 +535,15 @@ def two_groups_search_at_once(rank):
     result = find(group=mine, num_samples=40 if rank < 2 else 20)
     first, same, third, fourth = of_all(result.batch_size)
     assert first == same > third == fourth
+    search = partial(find, broken_on(3), group=mine, max_batch_size=4, memory_limit_gb=8.0)
     if rank < 2:
-        assert find(
-            broken_on(3), group=mine, max_batch_size=4, memory_limit_gb=8.0
-        ).ran_on_every_rank == (4,)
+        assert search().ran_on_every_rank == (4,)
     elif rank == 2:
-        refuses("rank 3: ", find, broken_on(3), group=mine, max_batch_size=4, memory_limit_gb=8.0)
+        refuses("rank 3: ", search)
     else:
-        assert isinstance(
-            error_of(find, broken_on(3), group=mine, max_batch_size=4, memory_limit_gb=8.0),
-            KeyError,
-        )
+        assert isinstance(error_of(search), KeyError)
     wrapper = DistributedDataParallel(nn.Linear(8, 8))
     refuses("2, 3" if rank < 2 else "0, 1", find, group=mine, state=(wrapper,), max_batch_size=4)
-    refuses(
-        "ranks 2 and 3" if rank > 1 else "ranks 0 and 1", find, group=mine, max_batch_size=4 + rank
-    )
 
 
 # --- the processes ---
@@ -727,8 +564,7 @@ def ranks_find_one_budget_and_share_the_batches_out(rank):
         memory_limit_gb=limit_gb,
     )
     sampler = BudgetBatchSampler(found.costs, found.budget)
-    shares = [None, None]
-    dist.all_gather_object(shares, (found.budget, list(sampler)))
+    shares = of_all((found.budget, list(sampler)))
     assert shares[0][0] == shares[1][0] == found.budget
     assert found.limited_by == "memory"
     batches = [share for _, share in shares]
@@ -746,17 +582,13 @@ OF_TWO = (
     searches_in_one_context_share_its_control_plane,
     a_collective_of_a_later_step_is_an_error_and_no_hang,
     what_no_rank_can_step_alone_is_refused_by_name,
-    state_that_one_rank_refuses_is_named_before_any_collective,
     training_after_a_search_is_that_without_one,
     without_the_reducer_of_all_ranks_training_differs,
-    the_hooks_of_a_wrapper_run_in_a_joint_step_and_count,
-    an_error_in_a_joint_step_of_a_wrapper_is_raised_on_all,
     a_wrapper_that_state_does_not_hold_is_refused_by_name,
     sync_batchnorm_normalises_over_one_rank_in_a_search,
     sharded_training_after_a_search_is_that_without_one,
     an_error_in_a_joint_step_is_tried_once_and_raised_on_all,
     a_size_whose_joint_step_exceeds_a_budget_is_lowered,
-    a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank,
     a_model_with_an_unused_branch_is_tried_as_it_is_trained,
 )
 BODIES = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from linnaeus import AutoBatchError, BudgetBatchSampler, find_budget
+from linnaeus import BudgetBatchSampler, find_budget
 from tests.helpers.greedy import allocate_too_much
 from tests.helpers.ledger import Ledger, room
 
@@ -42,9 +42,7 @@ def pad(samples):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(
-    ("model", "above"), [((9, 1, 0), 1.4), ((0, 1, 0), 1.05), ((0, 100, 1), 1.05)]
-)
+@pytest.mark.parametrize(("model", "above"), [((9, 1, 0), 1.4), ((0, 100, 1), 1.05)])
 def test_every_batch_within_the_budget_found_fits(padded, model, above):
     costs, ends = lengths(), (torch.full((12,), 400), torch.full((960,), 5))
     limit = max(need(end, False, *model) for end in ends)
@@ -85,57 +83,31 @@ def test_trials_run_the_longest_and_the_most_samples(max_samples, expected):
     assert batches == expected
 
 
-def images():
-    sides = lengths(200).div(6).long() + 8
-    return [torch.ones(3, int(side), int(side) // 2 + 4) for side in sides]
-
-
-def padded_images(samples):
-    height, width = (max(each.shape[dim] for each in samples) for dim in (1, 2))
-    batch = torch.zeros(len(samples), 3, height, width)
-    for row, each in zip(batch, samples, strict=True):
-        row[:, : each.shape[1], : each.shape[2]] = each
-    return batch
-
-
-def convolution():
-    layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
-    return layers, lambda batch: layers(batch).square().mean().backward()
+def padded_images(sides):
+    """Images of these heights, and of half as large widths."""
+    height = max(sides)
+    return torch.zeros(len(sides), 3, height, height // 2 + 4)
 
 
 def test_the_memory_of_each_batch_is_within_the_peak():
-    samples, (layers, step) = images(), convolution()
-    step(padded_images(samples[:2]))  # the gradients
-    options = {"cost": lambda image: image[0].numel(), "padded": True, **room(12)}
-    found = find_budget(step, samples, padded_images, state=[layers], **options)
+    layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+
+    def step(batch):
+        layers(batch).square().mean().backward()
+
+    sides = [int(length) // 6 + 8 for length in lengths(200)]
+    step(padded_images(sides[:2]))  # the gradients
+    options = {"cost": lambda side: side * (side // 2 + 4), "padded": True, **room(12)}
+    found = find_budget(step, sides, padded_images, state=[layers], **options)
     assert found.limited_by == "memory"
     sampler = BudgetBatchSampler(found.costs, found.budget, padded=True)
     growth = found.peak_bytes - found.search.held_bytes
     peaks = []
     for batch in chain.from_iterable(epochs_of(sampler, 2)):
         with Ledger() as ledger:
-            step(padded_images([samples[index] for index in batch]))
+            step(padded_images([sides[index] for index in batch]))
         peaks.append(ledger.peak_bytes)
     assert growth / 2 < max(peaks) <= growth
-
-
-def test_a_collate_function_that_pads_has_to_be_named():
-    texts = [torch.ones(length) for length in (3, 3, 9)]
-    with pytest.raises(ValueError, match="padded=True"):
-        find_budget(lambda batch: None, texts, pad, device="cpu")
-    alike = texts[:2]
-    assert find_budget(lambda batch: None, alike, pad, device="cpu").budget == 6
-
-
-def test_a_sample_that_does_not_fit_is_an_error_with_its_cost():
-    texts = [torch.ones(length) for length in (3, 700)]
-
-    def step(batch):
-        if len(batch) >= 700:
-            allocate_too_much()
-
-    with pytest.raises(AutoBatchError, match="700 tokens"):
-        find_budget(step, texts, torch.cat, unit="tokens", device="cpu")
 
 
 ARGUMENTS = {
@@ -152,45 +124,36 @@ ARGUMENTS = {
 @given(**ARGUMENTS)
 def test_each_sample_comes_once_within_the_budget(costs, factor, padded, num_ranks, **options):
     costs, budget, most = torch.tensor(costs), int(factor * max(costs)), options["max_samples"]
+    options |= {"padded": padded, "num_replicas": num_ranks}
     try:
-        samplers = [
-            BudgetBatchSampler(
-                costs, budget, padded=padded, num_replicas=num_ranks, rank=rank, **options
-            )
-            for rank in range(num_ranks)
+        ranks = [
+            BudgetBatchSampler(costs, budget, rank=rank, **options) for rank in range(num_ranks)
         ]
     except ValueError:
         assert len(costs) % num_ranks
         reject()
-    for epoch in range(3):
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        shares = [list(sampler) for sampler in samplers]
-        assert [len(share) for share in shares] == [len(samplers[0])] * num_ranks
+    for shares in zip(*(epochs_of(sampler, 3) for sampler in ranks), strict=True):
+        assert [len(share) for share in shares] == [len(ranks[0])] * num_ranks
         batches = list(chain.from_iterable(shares))
         assert sorted(chain.from_iterable(batches)) == list(range(len(costs)))
         assert all(cost_of(costs, batch, padded) <= budget for batch in batches)
         assert max(map(len, batches)) <= (most or len(costs))
 
 
-@pytest.mark.parametrize("position", [0, 1, 7, -1])
+@pytest.mark.parametrize("position", [0, 7])
 def test_a_run_resumes_at_any_batch(position):
-    def sampler():
-        return BudgetBatchSampler(lengths(), 2000, padded=True, seed=5)
-
-    first = sampler()
-    first.set_epoch(2)
+    first, stopped, resumed, skipped = (
+        BudgetBatchSampler(lengths(), 2000, padded=True, seed=5) for _ in range(4)
+    )
+    for each in (first, stopped):
+        each.set_epoch(2)
     batches = list(first)
-    stopped = sampler()
-    stopped.set_epoch(2)
-    assert list(islice(stopped, position % len(batches))) == batches[: position % len(batches)]
-    resumed = sampler()
+    assert list(islice(stopped, position)) == batches[:position]
     resumed.load_state_dict(stopped.state_dict())
     resumed.set_epoch(2)  # as a loop does
-    skipped = sampler()
-    skipped.set_epoch(2, skip=position % len(batches))
+    skipped.set_epoch(2, skip=position)
     for each in (resumed, skipped):
-        assert list(each) == batches[position % len(batches) :]
+        assert list(each) == batches[position:]
         assert each.state_dict() == first.state_dict()
         assert list(each) == batches, "the next time it is whole"
     with pytest.raises(ValueError, match="seed"):
@@ -201,7 +164,6 @@ def test_epochs_differ_and_pad_little():
     costs = lengths(5000)
     one, other = epochs_of(BudgetBatchSampler(costs, 4000, padded=True), 2)
     assert one != other
-    assert len(one) == len(other)
     total = sum(cost_of(costs, batch, True) for batch in one)
     assert sum(costs) <= total < 1.1 * sum(costs)
     shuffled = torch.randperm(5000).split(20)

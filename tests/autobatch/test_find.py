@@ -16,10 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import linnaeus
-import linnaeus.autobatch
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB
@@ -55,32 +53,24 @@ def record_of(result, size):
     return next(trial for trial in reversed(result.trials) if trial.size == size)
 
 
-def words(text):
-    return set(re.findall(r"\w+", text))
-
-
 # --- the size found ---
 
 
-@pytest.mark.parametrize("worst", [1, 2])
-def test_peaks_that_fall_are_no_certificate(worst):
-    """The first size needs five times its memory; after some steps, all need `worst` times theirs."""
+def test_peaks_that_fall_are_no_certificate():
+    """The first size needs five times its memory; after some steps, all need twice theirs."""
     num_runs = 0
 
     def step(batch):
         nonlocal num_runs
         num_runs += 1
-        factor = 5 if len(batch) == 16 else worst if num_runs > 12 else 1
+        factor = 5 if len(batch) == 16 else 2 if num_runs > 12 else 1
         torch.empty(len(batch) * factor, WIDTH)
 
-    options = room(200, max_batch_size=300, steps_per_trial=1)
-    result = find_on_cpu(step, make_batch, **options)
+    result = find_on_cpu(step, make_batch, **room(200), max_batch_size=300, steps_per_trial=1)
     peaks = [trial.peak_bytes for trial in result.trials if trial.size == result.batch_size]
     assert not result.certified
-    assert len(peaks) >= (3 if worst == 1 else 1)
     assert max(peak or 0 for peak in peaks) <= result.budget_bytes
-    least, most = (97, 100) if worst == 1 else (50, 66)
-    assert least <= result.batch_size <= most
+    assert 50 <= result.batch_size <= 66
 
 
 class Drawn:
@@ -98,13 +88,8 @@ class Drawn:
     def step(self, batch):
         torch.empty(len(batch), self.factor() * WIDTH)
 
-    def step_in_pieces(self, batch):
-        """Allocate more or less in all, but never more at once."""
-        for _ in range(self.factor()):
-            plain_step(batch)
 
-
-@pytest.mark.parametrize("max_trials", [1, 5, 25])
+@pytest.mark.parametrize("max_trials", [1, 25])
 @pytest.mark.parametrize("drawn", ["make_batch", "step"])
 def test_a_size_is_no_certificate_where_memory_varies(drawn, max_trials):
     parts = {"step": plain_step, "make_batch": make_batch}
@@ -116,43 +101,24 @@ def test_a_size_is_no_certificate_where_memory_varies(drawn, max_trials):
     assert result.batch_size == 16 if max_trials == 1 else 0.9 * most <= result.batch_size <= most
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:9", "xpu", "meta", "gpu"])
+@pytest.mark.parametrize("device", ["cuda:9", "meta", "gpu"])
 def test_a_device_that_is_not_there_is_refused(device):
-    if torch.accelerator.is_available() and device == torch.accelerator.current_accelerator().type:
-        pytest.skip("it is there")
     with pytest.raises(ValueError, match=f"device '{device}'.* cpu"):
         auto_find_batch_size(plain_step, make_batch, device=device)
 
 
-def test_memory_that_varies_beside_a_large_optimizer_is_noticed():
-    """With one sample, the peak is that of the optimizer's step, whichever size is drawn."""
-    model, drawn = nn.Linear(1, 2 * MIB, bias=False), Drawn()
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(batch):
-        drawn.step(batch)
-        model(batch[:1, :1]).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    result = find_on_cpu(step, make_batch, state=(model, optimizer), **room(120))
-    assert not result.certified
-
-
-@pytest.mark.parametrize("name", ["pieces", "accumulation"])
-def test_steps_that_differ_without_a_higher_peak_are_certified(name):
+def test_steps_that_accumulate_gradients_are_certified():
     model = nn.Linear(1, MIB)
     optimizer = torch.optim.AdamW(model.parameters())
     calls = []
 
-    def accumulate(batch):
+    def step(batch):
         calls.append(len(batch))
         model(batch[:1, :1]).sum().backward()
         if len(calls) % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
 
-    step = Drawn().step_in_pieces if name == "pieces" else accumulate
     arguments = {"state": (model, optimizer), "tolerance": 0.0, **room(150)}
     result = find_on_cpu(step, make_batch, max_batch_size=300, **arguments)
     assert (result.certified, result.limited_by) == (True, "memory")
@@ -160,37 +126,16 @@ def test_steps_that_differ_without_a_higher_peak_are_certified(name):
     assert len(set(sizes)) == len(sizes), "no size ran again"
 
 
-@pytest.mark.parametrize("extra_mib", [20, 400])
-@pytest.mark.parametrize("kept", [lambda batch: batch * 3, lambda batch: batch[:1] * 3])
-def test_a_step_that_keeps_every_output_has_no_size(kept, extra_mib):
-    outputs = []
-    with pytest.raises(AutoBatchError, match=r"[\d.]+ MiB"):
-        find_on_cpu(lambda batch: outputs.append(kept(batch)), make_batch, **room(extra_mib))
-    outputs.clear()  # the traceback holds them, and later tests measure what is held
-
-
-@pytest.mark.parametrize("num_kept", [0, 3])
-def test_a_cache_that_is_full_is_no_leak(num_kept):
+@pytest.mark.parametrize(("num_kept", "is_said"), [(1, False), (8, True)])
+def test_a_cache_is_no_leak_and_the_last_batch_alone_no_growth(num_kept, is_said, caplog):
     """The numbers beside it grow with each call, but do not explain what is held."""
-    outputs = deque([torch.empty(1, WIDTH)] * num_kept, num_kept)
-    buffers = {}
-    losses = []
+    last, losses = deque([torch.empty(1, WIDTH)], num_kept), []
 
     def step(batch):
-        buffers.setdefault(0, torch.ones(8, WIDTH))
-        outputs.append(batch * 3)
-        losses.append(outputs[-1].sum() if outputs else torch.zeros(1))
+        last.append(batch)
+        losses.append(batch.sum())
 
-    result = find_on_cpu(step, make_batch, **room(100))
-    assert result.batch_size > 1
-    assert result.certified or num_kept
-
-
-@pytest.mark.parametrize(("num_kept", "is_said"), [(1, False), (8, True)])
-def test_the_last_batch_alone_is_no_growth(num_kept, is_said, caplog):
-    """A cache of several batches is."""
-    last = deque([torch.empty(1, WIDTH)], num_kept)
-    find_on_cpu(lambda batch: last.append(batch), make_batch, **room(100))
+    find_on_cpu(step, make_batch, **room(100))
     assert any(record.levelname == "WARNING" for record in caplog.records) == is_said
 
 
@@ -222,17 +167,12 @@ def test_the_size_ran_within_the_budget_and_the_next_one_did_not(strategy, multi
     assert fits.status == "fits"
     assert 0 < fits.peak_bytes <= result.budget_bytes
     assert next_one.status in ("over", "oom")
-    assert next_one.peak_bytes is None or next_one.peak_bytes > result.budget_bytes
-    made = {
-        trial.size for trial in result.trials if trial.status != "oom"
-    }  # others may not be made
-    assert made <= set(seen)
     assert seen.count(result.batch_size) >= 3
     assert 50 <= result.batch_size <= 80, "two MiB a sample in 150 MiB"
 
 
-@pytest.mark.parametrize("confirm", [True, False])
-def test_the_size_fits_what_the_process_holds_after_the_search(confirm):
+@pytest.mark.parametrize(("confirm", "least", "most"), [(True, 45, 56), (False, 64, 64)])
+def test_the_size_fits_what_the_process_holds_after_the_search(confirm, least, most):
     """Only a confirmation can notice what the last trial has left behind, as a library's buffers."""
     held = []
 
@@ -241,40 +181,14 @@ def test_the_size_fits_what_the_process_holds_after_the_search(confirm):
             held.append(make_batch(40))
         return make_batch(size)
 
-    settings = SearchSettings(
-        target_memory_fraction=1.0,
-        max_batch_size=300,
-        strategy="power",
-        tolerance=0.0,
-        memory_limit_gb=room(150)["memory_limit_gb"],
-    )
+    settings = SearchSettings(**room(150), max_batch_size=300, strategy="power", tolerance=0.0)
     with BatchSizeFinder(plain_step, make_batch_and_keep, settings, device="cpu") as finder:
         result = finder.find(confirm=confirm)
     assert result.limited_by == "memory"
-    assert 45 <= result.batch_size <= 56 if confirm else result.batch_size == 64, "of 110 MiB"
+    assert least <= result.batch_size <= most, "of 110 MiB"
 
 
-@pytest.mark.parametrize("objective", ["memory", "throughput"])
-@pytest.mark.parametrize("max_trials", range(1, 9))
-def test_confirmations_count_among_the_trials(max_trials, objective):
-    """Each of the first trials leaves more behind, so that sizes are confirmed."""
-    held = []
-
-    def make_batch_and_keep(size):
-        if size > 16 and len(held) < 4:
-            held.append(make_batch(8))
-        return make_batch(size)
-
-    arguments = room(150, max_batch_size=300, max_trials=max_trials, objective=objective)
-    result = find_on_cpu(plain_step, make_batch_and_keep, **arguments)
-    assert len(result.trials) <= max_trials
-    assert record_of(result, result.batch_size).peak_bytes <= result.budget_bytes
-    assert result.certified or result.limited_by in ("max_trials", "throughput")
-
-
-def test_what_others_take_during_a_search_lowers_its_budget(
-    monkeypatch,
-):
+def test_what_others_take_during_a_search_lowers_its_budget(monkeypatch):
     taken, read = [0], CpuMemory.budget
     monkeypatch.setattr(CpuMemory, "budget", lambda memory, *asked: read(memory, *asked) - taken[0])
 
@@ -322,17 +236,13 @@ def test_the_lowest_bound_is_reached_and_named(arguments, limited_by, size):
     assert max(sizes) == size
 
 
-@pytest.mark.parametrize("name", ["max_batch_size", "memory", "throughput"])
-def test_a_bound_takes_no_name_of_another_limit(name):
-    with pytest.raises(ValueError, match=name):
-        find_on_cpu(plain_step, make_batch, bounds={name: 4096}, max_batch_size=2)
-
-
 @pytest.mark.parametrize(
-    ("limit", "limited_by"),
-    [({"timeout_minutes": 1.0}, "timeout"), ({"max_trials": 2}, "max_trials")],
+    ("setting", "value", "limited_by"),
+    [("timeout_minutes", 1.0, "timeout"), ("max_trials", 2, "max_trials")],
 )
-def test_a_limit_ends_the_search_with_the_best_size_so_far(limit, limited_by, monkeypatch, caplog):
+def test_a_limit_ends_the_search_with_the_best_size_so_far(
+    setting, value, limited_by, monkeypatch, caplog
+):
     sizes = []
 
     def step(batch):
@@ -343,13 +253,12 @@ def test_a_limit_ends_the_search_with_the_best_size_so_far(limit, limited_by, mo
         return 7200.0 if len(sizes) == 3 and limited_by == "timeout" else 0.0
 
     monkeypatch.setattr("linnaeus.autobatch.finder.time", SimpleNamespace(monotonic=clock))
-    result = find_on_cpu(step, make_batch, max_batch_size=300, **limit, **room(150))
+    result = find_on_cpu(step, make_batch, **room(150, max_batch_size=300, **{setting: value}))
     assert (result.limited_by, result.certified, len(result.trials)) == (limited_by, False, 2)
     assert sizes == [1, *(trial.size for trial in result.trials)]
     assert record_of(result, result.batch_size).status == "fits"
     (warning,) = (text for text in caplog.messages if "certified" in text)
-    setting = {"timeout": "timeout_minutes"}.get(limited_by, limited_by)
-    assert {"warning", str(result.batch_size), "certified", setting} <= words(warning)
+    assert setting in warning
 
 
 # --- kinds of loops ---
@@ -397,32 +306,19 @@ def test_a_batch_far_above_the_budget_is_refused_and_not_built():
     assert 9 <= most <= 11, "pieces of 10 MiB in 100 MiB"
 
 
-def test_the_error_that_users_catch_is_exported():
-    assert linnaeus.AutoBatchError is linnaeus.autobatch.AutoBatchError is AutoBatchError
-
-
 # --- batches and kernels ---
-
-
-class Rows(torch.utils.data.Dataset[Tensor]):
-    def __len__(self):
-        return 500
-
-    def __getitem__(self, index):
-        return torch.zeros(8)
 
 
 ROWS = torch.zeros(500, 64)
 SHORT_BATCHES = {
     "slice": lambda n: ROWS[:n],
-    "loader": lambda n: next(iter(torch.utils.data.DataLoader(Rows(), batch_size=n))),
     "labels": lambda n: (torch.zeros(7, 3), {"x": ROWS[:n], "y": torch.zeros(min(n, 500))}),
     "padded": lambda n: [torch.zeros(min(n, 500), n % 40), torch.zeros(min(n, 500))],
 }
 
 
 @pytest.mark.parametrize("make", SHORT_BATCHES.values(), ids=SHORT_BATCHES)
-@pytest.mark.parametrize("max_batch_size", [None, 512, 501, 100_000])
+@pytest.mark.parametrize("max_batch_size", [None, 501])
 def test_the_samples_that_make_batch_has_are_an_upper_bound(make, max_batch_size):
     sizes = []
     result = find_on_cpu(
@@ -438,63 +334,36 @@ OTHER_BATCHES = {
     "time first": lambda n: (torch.zeros(16, n, 4), torch.zeros(16, n)),
     "even": lambda n: torch.zeros(max(n // 2 * 2, 1), 4),
     "a tensor each": lambda n: [torch.zeros(3, 8, 8)] * n,
-    "pairs": lambda n: torch.zeros(2 * n, 4),
-    "an odd one": lambda n: torch.zeros(n - (n == 64), 4),
 }
 
 
 @pytest.mark.parametrize("make", OTHER_BATCHES.values(), ids=OTHER_BATCHES)
-@pytest.mark.parametrize("strategy", ["guided", "binsearch"])
-def test_batches_that_count_otherwise_have_no_upper_bound(make, strategy):
-    result = find_on_cpu(lambda batch: None, make, max_batch_size=200, strategy=strategy)
+def test_batches_that_count_otherwise_have_no_upper_bound(make):
+    result = find_on_cpu(lambda batch: None, make, max_batch_size=200)
     assert (result.batch_size, result.limited_by) == (200, "max_batch_size")
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch_size": 16}, {"start": 300}])
-def test_batches_that_ignore_their_size_are_refused(options):
-    with pytest.raises(AutoBatchError, match="same shapes"):
-        find_on_cpu(lambda batch: None, lambda n: torch.zeros(32, 4), **options)
-
-
-@pytest.mark.parametrize("limit", [65_535, 300])
-def test_the_limit_of_a_kernel_is_named(limit):
+def test_the_limit_of_a_kernel_is_named():
     def step(batch):
-        if len(batch) > limit:
+        if len(batch) > 300:
             raise RuntimeError("CUDA error: invalid argument")
 
     result = find_on_cpu(step, lambda n: torch.empty(n, 1), max_batch_size=100_000)
     assert result.limited_by == "kernel"
-    assert limit / 1.01 <= result.batch_size <= limit
+    assert 297 <= result.batch_size <= 300
     assert {trial.status for trial in result.trials} == {"fits", "kernel"}
 
 
-@pytest.mark.parametrize("min_batch_size", [1, 5])
-def test_an_error_of_the_first_size_names_its_arguments(min_batch_size):
+def test_an_error_of_the_first_size_names_its_arguments():
     def step(batch):
-        if len(batch) in (1, 5):
+        if len(batch) == 5:
             raise ValueError("expected an even batch")
 
-    arguments = {"min_batch_size": min_batch_size, "max_batch_size": 64}
-    with pytest.raises(ValueError, match="even") as caught:
-        find_on_cpu(step, torch.zeros, **arguments)
-    (note,) = caught.value.__notes__
-    assert {str(min_batch_size), "min_batch_size", "multiple_of"} <= words(note)
-    arguments.update(min_batch_size=2, multiple_of=2)
-    assert find_on_cpu(step, torch.zeros, **arguments).batch_size == 64
-    with pytest.raises(ValueError, match="even") as caught:  # of a larger size
-        find_on_cpu(step, torch.zeros, min_batch_size=2, max_batch_size=5)
-    assert not hasattr(caught.value, "__notes__")
-
-
-def test_out_of_memory_that_the_step_replaces_bounds_the_size():
-    def step(batch):
-        try:
-            plain_step(batch)
-        except (RuntimeError, MemoryError):
-            raise KeyError("the step has failed")  # noqa: B904
-
-    result = find_on_cpu(step, make_batch, max_batch_size=300, **room(100))
-    assert (result.limited_by, result.batch_size > 30) == ("memory", True)
+    for min_batch_size, is_noted in ((5, True), (2, False)):
+        with pytest.raises(ValueError, match="even") as caught:
+            find_on_cpu(step, torch.zeros, min_batch_size=min_batch_size, max_batch_size=5)
+        notes = getattr(caught.value, "__notes__", [])
+        assert ["min_batch_size or multiple_of" in note for note in notes] == [True] * is_noted
 
 
 # --- the result ---
@@ -507,12 +376,7 @@ def test_a_result_survives_its_file():
     assert {name: written[name] for name in asked} == asked
     again = AutoBatchResult.from_dict("val", written)
     assert again.as_dict() == written
-    assert (again.batch_size, again.mode, again.peak_bytes) == (
-        result.batch_size,
-        "val",
-        result.peak_bytes,
-    )
-    assert [trial.status for trial in again.trials] == [trial.status for trial in result.trials]
+    assert (again.mode, again.peak_bytes) == ("val", result.peak_bytes)
 
 
 @pytest.mark.parametrize("kind", [AutoBatchResult, TrialRecord, Timing])
@@ -561,7 +425,6 @@ class Everything:
         np.random.rand()
         os.environ["LEFT_BY_A_STEP"] = "1"
         os.environ.pop("SET_BEFORE_THE_SEARCH", None)
-        torch.set_default_dtype(torch.float32)
         if self.model.training:
             self.update(batch)
         else:
@@ -583,45 +446,28 @@ class Everything:
 
     def picture(self):
         """All that the process could tell a search by, bit for bit."""
-        parameters = dict(self.model.named_parameters())
-        gradients = {name: parameter.grad for name, parameter in parameters.items()}
+        generator = np.random.get_state()
         return {
-            "parameters": bits(parameters),
-            "gradients": bits(gradients),
-            "buffers": bits(dict(self.model.named_buffers())),
+            **{type(part).__name__: bits(part.state_dict()) for part in self.state},
+            "gradients": bits([parameter.grad for parameter in self.model.parameters()]),
             "calls": getattr(self.model, "calls", 0),
             "modes": [
                 module.training for module in (*self.model.modules(), *self.ema.module.modules())
             ],
-            "optimizer": bits(self.optimizer.state_dict()),
-            "scaler": bits(self.scaler.state_dict()),
-            "ema": bits(self.ema.state_dict()),
             "python": random.getstate(),
-            "numpy": repr(np.random.get_state()[1:]) + str(np.random.get_state()[1].tolist()),
+            "numpy": (generator[1].tolist(), generator[2:]),
             "torch": bits(torch.get_rng_state()),
             "limit": resource.getrlimit(resource.RLIMIT_DATA),
             "environment": dict(os.environ),
             "frozen": gc.get_freeze_count() > 0,
             "collects": gc.isenabled(),
             "threads": set(threading.enumerate()),
-            "switches": (
-                torch.is_grad_enabled(),
-                torch.get_default_dtype(),
-                torch.is_autocast_enabled("cpu"),
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_inference_mode_enabled(),
-                torch.get_num_threads(),
-            ),
+            "num_threads": torch.get_num_threads(),
         }
-
-
-def changed(before, after):
-    return {name for name in before if before[name] != after[name]}
 
 
 OUTCOMES = {
     "found": (lambda size: None, {}, None),
-    "an error in the first step": (lambda size: ValueError("wrong"), {}, ValueError),
     "an interrupt": (lambda size: KeyboardInterrupt() if size > 3 else None, {}, KeyboardInterrupt),
     "out of memory": (lambda size: MemoryError() if size > 3 else None, {}, None),
     "nothing fits": (lambda size: MemoryError(), {}, AutoBatchError),
@@ -631,7 +477,7 @@ OUTCOMES = {
 
 @pytest.mark.parametrize(
     ("mode", "outcome"),
-    [*(("train", outcome) for outcome in OUTCOMES), ("val", "found"), ("val", "an interrupt")],
+    [*(("train", outcome) for outcome in OUTCOMES), ("val", "found")],
 )
 def test_a_search_leaves_no_trace(mode, outcome, monkeypatch):
     monkeypatch.setenv("SET_BEFORE_THE_SEARCH", "1")
@@ -645,9 +491,9 @@ def test_a_search_leaves_no_trace(mode, outcome, monkeypatch):
             state=loop.state,
             mode=mode,
             max_batch_size=6,
-            **{**room(300), **arguments},
+            **(room(300) | arguments),
         )
-    assert changed(before, loop.picture()) == set()
+    assert loop.picture() == before
     if error is None:
         assert result.batch_size == (3 if outcome == "out of memory" else 6)
 
@@ -658,14 +504,6 @@ def test_the_picture_sees_a_step():
     before = loop.picture()
     loop.step(loop.make_batch(2))
     os.environ.pop("LEFT_BY_A_STEP")
-    assert changed(before, loop.picture()) >= {
-        "parameters",
-        "gradients",
-        "buffers",
-        "optimizer",
-        "scaler",
-        "ema",
-        "calls",
-        "python",
-        "numpy",
-    }
+    after = loop.picture()
+    same = {name for name in before if before[name] == after[name]}
+    assert same <= {"modes", "limit", "frozen", "collects", "threads", "num_threads", "environment"}

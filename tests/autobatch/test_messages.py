@@ -1,13 +1,11 @@
 """What a search says: its errors, warnings, lines, and the sentence about its result."""
 
-import dataclasses
 import itertools
 import logging
 import math
 import re
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import nn
@@ -75,7 +73,7 @@ def pad(samples):
     return torch.zeros(len(samples), max(map(len, samples)))
 
 
-class Data(list[dict[str, Any]]):
+class Data(list):
     """Samples with columns, as `datasets` has them."""
 
     column_names = ["input_ids", "length"]  # noqa: RUF012
@@ -95,22 +93,17 @@ def bad_arguments():
         [
             {"target_memory_fraction": "0.8"},
             {"target_memory_fraction": 1.01},
-            {"tolerance": 1.0},
-            {"memory_limit_gb": math.inf},
             {"timeout_minutes": math.nan},
-            {"mode": "test"},
             {"strategy": "magic"},
-            {"objective": "speed"},
             {"step": 3},
             {"observer": print},
             {"max_trials": 0},
             {"max_batch_size": True},
-            {"start": 0},
             {"bounds": [3]},
             {"bounds": {"dataset": 3.5}},
             {"bounds": {3: 4}},
             {"bounds": {"max_batch_size": 4096}},
-            {"state": "model"},
+            {"phases": [print, 3]},
             {"state": {"model": 1}},
             {"state": (3,)},
             {"min_batch_size": 20, "max_batch_size": 7},
@@ -127,10 +120,8 @@ def bad_arguments():
             {"n": 0},
             {"length": "tokens"},
             {"length": [1, 2]},
-            {"length": 5},
             {"length": [1, "long", 2]},
             {"dataset": []},
-            {"dataset": [1], "length": "length"},
         ],
     )
     texts = [torch.ones(each) for each in (3, 7)]
@@ -139,11 +130,8 @@ def bad_arguments():
         {"step": step, "dataset": texts, "collate": torch.cat, "device": "cpu"},
         [
             {"cost": "tokens"},
-            {"cost": [1]},
             {"cost": [3, 2.5]},
             {"cost": [3, 0]},
-            {"cost": ["long", 1]},
-            {"max_samples": 0},
             {"dataset": {"text": 1}},
             {"dataset": []},
         ],
@@ -153,9 +141,7 @@ def bad_arguments():
         BudgetBatchSampler,
         {"costs": [3, 7, 4, 4, 4], "budget": 7},
         [
-            {"costs": [True, False]},
             {"costs": [[1, 2]]},
-            {"budget": 0},
             {"budget": 6},
             {"num_replicas": 2, "rank": 2},
             {"num_replicas": 6},
@@ -178,20 +164,14 @@ class Forgetful:
         pass
 
 
-def optimizers():
-    search = partial(auto_find_batch_size, device="cpu", max_batch_size=4)
-    model = nn.Linear(2, 2)
-    left_out = torch.optim.SGD(model.parameters())
-    yield (
-        "optimizer left out",
-        raised(search, lambda batch: left_out.step(), make_batch, state=(model,)),
-    )
+def of_an_object_that_is_not_restored():
     average = Forgetful()
 
     def count(batch):
         average.count += 1
 
-    yield "object that is not restored", raised(search, count, make_batch, state=(average,))
+    options = {"state": (average,), "max_batch_size": 4, "device": "cpu"}
+    return raised(auto_find_batch_size, count, make_batch, **options)
 
 
 def summaries():
@@ -215,15 +195,13 @@ def summaries():
 
     proof = {"certified": True}
     yield "no larger trial", summary(result(trial(16), within=31.0))
-    yield "close", summary(result(trial(16), trial(20, "oom"), within=3 / 16))
     kernel = result(trial(16), trial(20, "kernel"), within=3 / 16, limited_by="kernel")
     yield "kernel", summary(kernel)
     yield "far", summary(result(trial(16), trial(129, "oom"), within=7.0, limited_by="timeout"))
-    for mode, limit in itertools.product(("train", "val"), ("memory", "max_batch_size")):
-        yield f"{limit}, {mode}", summary(result(trial(16), mode=mode, limited_by=limit, **proof))
-    steps = result(trial(8), trial(16), limited_by="steps_per_epoch", max_batch_size=512, **proof)
-    yield "steps_per_epoch, train", summary(steps)
-    yield "and the largest", summary(dataclasses.replace(steps, max_batch_size=None))
+    for limit in ("memory", "max_batch_size"):
+        yield limit, summary(result(trial(16), mode="val", limited_by=limit, **proof))
+    steps = result(trial(8), trial(16), limited_by="steps_per_epoch", **proof)
+    yield "steps_per_epoch", summary(steps)
     yield "throughput", summary(result(limited_by="throughput", total_is_limit=True, **proof))
 
 
@@ -249,13 +227,11 @@ def test_messages(golden, caplog, monkeypatch):
     console, output = terminal(monkeypatch)
     told = []
     monkeypatch.setattr("linnaeus.autobatch.finder.time", SimpleNamespace(monotonic=lambda: 0.0))
-    messages = dict(itertools.chain(bad_arguments(), optimizers(), summaries()))
+    messages = dict([*bad_arguments(), *summaries()])
+    messages["object that is not restored"] = of_an_object_that_is_not_restored()
     caplog.clear()
     shown(SearchLog("val"))
     messages["log of a search"] = "\n".join(caplog.messages)
-    caplog.clear()
-    shown(SearchLog("val", "tokens"))
-    messages["log of a search of tokens"] = "\n".join(caplog.messages)
     shown(SearchProgress("train", RankStatus(told.append), console))
     messages["rows on a terminal"] = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue())
     messages["status of a search"] = "\n".join(told)
@@ -286,10 +262,7 @@ def test_messages(golden, caplog, monkeypatch):
     bounds = {"max_batch_size": 8, "target_memory_fraction": 0.97}
     cache = {}
     search(lambda batch: cache.setdefault(len(batch), make_batch(20)), make_batch, **bounds)
-    warnings = [
-        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
-    ]
-    messages["warnings"] = "\n".join(warnings)
+    messages["warnings"] = "\n".join(text for text in caplog.messages if "warning" in text)
     leaking = partial(search, lambda batch: kept.append(make_batch(8)))
     caplog.clear()
     draw = itertools.cycle([1, 2, 3])

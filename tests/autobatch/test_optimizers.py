@@ -55,38 +55,31 @@ class Loop:
     def __init__(self, make_optimizer):
         self.model = make_model()
         self.optimizer = make_optimizer(self.model)
-        self.num_calls = 0
 
     def step(self, batch):
-        self.num_calls += 1
         self.model(batch).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def search(self, **arguments):
-        arguments = {"state": (self.model, self.optimizer), "max_batch_size": 4, **arguments}
-        return auto_find_batch_size(
-            self.step, lambda size: torch.randn(size, 1, 4, 4), device="cpu", **arguments
-        )
-
     def train(self, num_steps):
         for _ in range(num_steps):
-            self.step(torch.randn(4, 1, 4, 4))
+            self.step(make_batch(4))
 
 
-def trained(
-    make_optimizer,
-    *,
-    searches,
-    already=0,
-    num_steps=3,
-):
+def make_batch(size):
+    return torch.randn(size, 1, 4, 4)
+
+
+search = functools.partial(auto_find_batch_size, device="cpu", max_batch_size=4)
+
+
+def trained(make_optimizer, *, searches, already=0, num_steps=3):
     """The bits of the parameters and of the optimizer after training, with a search before or without."""
     loop = Loop(make_optimizer)
     torch.manual_seed(1)
     loop.train(already)
     if searches:
-        loop.search(max_trials=2)
+        search(loop.step, make_batch, state=(loop.model, loop.optimizer), max_trials=2)
     loop.train(num_steps)
     return bits(loop.model.state_dict()), bits(loop.optimizer.state_dict()), torch.rand(1).item()
 
@@ -124,8 +117,6 @@ def test_training_after_a_search_goes_as_without_one(name):
     try:
         timm.optim.create_optimizer_v2(make_model(), opt=name, lr=0.1)
     except Exception as error:
-        with pytest.raises(ConfigError, match=name):
-            timm_optimizer(name, make_model())
         pytest.skip(f"cannot be built: {error}")
     if name == "adahessian":
         with pytest.raises(ConfigError, match=r"OPTIMIZER\.NAME"):
@@ -137,15 +128,10 @@ def test_training_after_a_search_goes_as_without_one(name):
 
 
 OWN = {
-    "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
     "a tensor as rate": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01)),
     "lookahead": lambda model: Lookahead(torch.optim.Adam(model.parameters(), lr=0.01)),
-    "kron that draws more": lambda model: timm.optim.create_optimizer_v2(
-        model, "kron", lr=0.01, weight_decay=0.1, stochastic_weight_decay=True, deterministic=True
-    ),
     "outside of timm's": lambda model: Outside(timm_optimizer("lamb", model)),
     "attributes": lambda model: Keeping(model.parameters()),
-    "two inside": lambda model: Hybrid(model),
 }
 
 
@@ -171,41 +157,18 @@ class Keeping(torch.optim.SGD):
 
     def __init__(self, params):
         super().__init__(params, lr=0.01)
-        self.count = 0
-        self.slow = [[torch.zeros_like(p) for p in group["params"]] for group in self.param_groups]
         self.numpy = np.random.default_rng(3)
-        self.nest = {"pair": ([0.0], 1), "past": deque(maxlen=3)}
+        self.nest = {"count": 0, "past": deque(maxlen=3)}
+        self.slow = [torch.zeros_like(parameter) for parameter in self.param_groups[0]["params"]]
 
     def step(self, closure=None):
         super().step(closure)
-        self.count += 1
-        self.nest["pair"][0][0] += 1.0
-        drawn = (
-            self.count + self.numpy.random() + self.nest["pair"][0][0] + sum(self.nest["past"]) / 10
-        )
-        self.nest["past"].append(drawn)
+        self.nest["count"] += 1
+        self.nest["past"].append(self.nest["count"] + self.numpy.random())
         with torch.no_grad():
-            for group, slow in zip(self.param_groups, self.slow, strict=True):
-                for parameter, average in zip(group["params"], slow, strict=True):
-                    average.lerp_(parameter, 0.5)
-                    parameter.add_(average, alpha=1e-4 * drawn)
-
-
-class Hybrid(torch.optim.Optimizer):
-    """One optimizer for matrices and one for vectors, neither with `state` of the outer one."""
-
-    def __init__(self, model):
-        super().__init__(model.parameters(), {"lr": 0.01})
-        matrices = [p for p in model.parameters() if p.ndim > 1]
-        vectors = [p for p in model.parameters() if p.ndim == 1]
-        self.inner = {
-            "matrices": torch.optim.Adam(matrices),
-            "vectors": torch.optim.Adagrad(vectors),
-        }
-
-    def step(self, closure=None):
-        for optimizer in self.inner.values():
-            optimizer.step()
+            for parameter, average in zip(self.param_groups[0]["params"], self.slow, strict=True):
+                average.lerp_(parameter, 0.5)
+                parameter.add_(average, alpha=1e-4 * sum(self.nest["past"]))
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -223,29 +186,27 @@ def test_lbfgs_whose_history_fills_later_is_refused():
     model = nn.Linear(4, 4)
     state = (model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(AutoBatchError, match="LBFGS"):
-        auto_find_batch_size(model, lambda n: torch.randn(n, 4), state=state, device="cpu")
+        search(model, make_batch, state=state)
 
 
 # --- state ---
 
 
-@pytest.mark.parametrize("has_state", [True, False])
-def test_an_optimizer_left_out_of_state_is_named_before_it_steps(has_state):
+def test_an_optimizer_left_out_of_state_is_named_before_it_steps():
     loop = Loop(lambda model: torch.optim.AdamW(model.parameters()))
     other = nn.Linear(2, 2)
     second = torch.optim.Adagrad(other.parameters(), lr=1.0)
 
     def step(batch):
-        if has_state:
-            loop.step(batch)
+        loop.step(batch)
         other(torch.ones(1, 2)).sum().backward()
         second.step()
 
-    before = bits((loop.model.state_dict(), other.state_dict(), second.state_dict()))
-    state = (loop.model, loop.optimizer, other) if has_state else ()
+    everything = (loop.model, loop.optimizer, other, second)
+    before = bits([part.state_dict() for part in everything])
     with pytest.raises(UnlistedOptimizerError, match="Adagrad"):
-        auto_find_batch_size(step, lambda n: torch.randn(n, 1, 4, 4), device="cpu", state=state)
-    assert bits((loop.model.state_dict(), other.state_dict(), second.state_dict())) == before
+        search(step, make_batch, state=everything[:3])
+    assert bits([part.state_dict() for part in everything]) == before
     second.step()  # outside of the search it may
 
 
@@ -265,17 +226,8 @@ def test_what_a_step_changes_outside_of_state_is_named(is_listed, caplog):
 
     others = (norm, scheduler, scaler) if is_listed else ()
     state = (model, optimizer, *others)
-    auto_find_batch_size(
-        step,
-        lambda n: torch.randn(n, 4),
-        state=state,
-        min_batch_size=2,
-        max_batch_size=4,
-        device="cpu",
-    )
-    named = "BatchNorm1d and GradScaler and StepLR" in caplog.text
-    assert named != is_listed
-    assert ("state does not hold" in caplog.text) != is_listed
+    search(step, lambda n: torch.randn(n, 4), state=state, min_batch_size=2)
+    assert ("BatchNorm1d and GradScaler and StepLR" in caplog.text) != is_listed
 
 
 def test_an_optimizer_made_inside_a_step_needs_no_restoring():
@@ -285,4 +237,4 @@ def test_an_optimizer_made_inside_a_step_needs_no_restoring():
         (noise.sum() * batch.sum()).backward()
         attack.step()
 
-    assert auto_find_batch_size(step, torch.ones, max_batch_size=3, device="cpu").batch_size == 3
+    assert search(step, torch.ones).batch_size == 4

@@ -42,44 +42,19 @@ def find(model, *factors, **options):
     )
 
 
-@pytest.mark.parametrize("factors", [(1, 3), (3, 1), (1, 2, 3)])
+@pytest.mark.parametrize("factors", [(3, 1), (1, 2, 3)])
 def test_the_size_holds_in_all_phases_and_leaves_no_trace(factors):
     model = Growing(2, 2).requires_grad_(False)
     before = bits(model.state_dict())
-    found = find(model, *factors)
-    alone = find(model, 3)
+    found, alone = find(model, *factors), find(model, 3)
     assert abs(found.batch_size - alone.batch_size) <= 1
     assert find(model, 1).batch_size > 1.5 * found.batch_size
     assert (found.limited_by, found.certified) == ("memory", True)
+    assert len(found.trials) == len(alone.trials) + len(factors) - 1 or factors[0] == 1
     assert model.factor == 1
     assert not hasattr(model, "added")
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert bits(model.state_dict()) == before
-
-
-def test_each_phase_after_the_largest_costs_one_trial():
-    model = Growing(2, 2)
-    assert len(find(model, 3, 1, 2).trials) == len(find(model, 3).trials) + 2
-
-
-def test_an_error_in_a_phase_is_raised_and_undone():
-    model = Growing(2, 2)
-
-    def broken():
-        model.factor = 9
-        raise KeyError("broken")
-
-    with pytest.raises(KeyError):
-        auto_find_batch_size(
-            model.step, make_batch, state=[model], device="cpu", phases=[broken], **room(50)
-        )
-    assert model.factor == 1
-
-
-@pytest.mark.parametrize("phases", [print, [None], "ab", [print, 3]])
-def test_phases_that_are_no_functions_are_refused(phases):
-    with pytest.raises(TypeError, match="phases"):
-        auto_find_batch_size(print, make_batch, device="cpu", phases=phases)
 
 
 def test_repeats_find_a_rare_peak():
@@ -98,8 +73,7 @@ def test_repeats_find_a_rare_peak():
     assert found_with(0).batch_size > 35 >= found_with(4).batch_size
 
 
-@pytest.mark.parametrize("repeats", [0, 3])
-def test_repeats_run_the_size_so_often(repeats):
-    found = find(Growing(2, 2), 1, repeats=repeats, max_batch_size=8)
-    assert len(found.peaks_bytes) == 1 + repeats
+def test_repeats_run_the_size_so_often():
+    found = find(Growing(2, 2), 1, repeats=3, max_batch_size=8)
+    assert len(found.peaks_bytes) == 4
     assert found.peak_bytes == max(found.peaks_bytes)

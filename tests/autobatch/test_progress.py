@@ -7,16 +7,11 @@ import re
 import pytest
 import torch
 
-from linnaeus.autobatch.finder import BatchSizeFinder
+from linnaeus.autobatch import auto_find_batch_size
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.observer import SearchObserver
-from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.autobatch.search import TrialRecord
-from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.size_search.report import SearchProgress
-from tests.helpers import consoles
-from tests.helpers.ledger import limit_with_room_for
-from tests.helpers.runs import SMALL, freeze_what_is_there
+from tests.helpers.ledger import room
+from tests.helpers.runs import SMALL
 from tests.helpers.searches import OWN_MODEL
 
 AUTOBATCH = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24", "TRAIN.EPOCHS=1")
@@ -50,68 +45,37 @@ class Recorder(SearchObserver):
         self.events.append(("timed", timing))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _modules_loaded():
-    """Memory of the first search of a process does not count here."""
-    with BatchSizeFinder(
-        step, make_batch, SearchSettings(max_batch_size=2), device="cpu"
-    ) as finder:
-        finder.find()
-    freeze_what_is_there()
-
-
-def settings(extra_mib, **others):
-    """Settings that leave so much above what the process holds."""
-    return SearchSettings(
-        target_memory_fraction=1.0,
-        tolerance=0.0,
-        memory_limit_gb=limit_with_room_for(extra_mib),
-        **others,
-    )
-
-
 # --- events ---
 
 
 @pytest.mark.usefixtures("few_timed_steps")
 def test_the_events_of_a_search_come_in_their_order():
     recorder = Recorder()
-    with BatchSizeFinder(
-        step, make_batch, settings(150, max_batch_size=300), observer=recorder, device="cpu"
-    ) as finder:
-        result = finder.find()
-        num_searched = len(recorder.events)
-        timings = finder.prefer_throughput(result).timings
-    warm_up, (name, limits), *events = recorder.events[:num_searched]
-    assert warm_up == ("warm-up", 1)
-    assert (name, limits.min_size, limits.max_size, limits.target_memory_fraction) == (
-        "search",
-        1,
-        300,
-        1.0,
+    result = auto_find_batch_size(
+        step,
+        make_batch,
+        device="cpu",
+        observer=recorder,
+        objective="throughput",
+        max_batch_size=300,
+        **room(150),
     )
-    assert (limits.total_bytes, limits.total_name) == (result.total_bytes, "memory_limit_gb")
-    starts, ends = events[::2], events[1::2]
-    assert [(name, size) for name, size in starts[:-1] if name == "trial"]
+    warm_up, (_, limits), *events = recorder.events
+    timings = [event for event in events if event[0] in ("timing", "timed")]
+    trials = [event for event in events if event not in timings]
+    assert warm_up == ("warm-up", 1)
+    assert (limits.min_size, limits.max_size, limits.total_name) == (1, 300, "memory_limit_gb")
+    starts, ends = trials[::2], trials[1::2]
     assert {name for name, _ in starts} <= {"trial", "confirmation"}
-    assert [size for _, size in starts] == [trial.size for _, trial, _ in ends]
-    assert [trial.size for _, trial, _ in ends] == [trial.size for trial in result.trials]
-    budgets = [budget_bytes for _, _, budget_bytes in ends]
-    assert budgets[0] == limits.budget_bytes
-    assert budgets[-1] == result.budget_bytes
-    timed = [event[1] for event in recorder.events if event[0] == "timed"]
-    assert {timing.batch_size for timing in timed} == {timing.batch_size for timing in timings}
-    assert all(timing.samples_per_s > 0 for timing in timed)
-    assert [name for name, *_ in recorder.events].count("timing") == len(timed)
+    assert [size for _, size in starts] == [trial.size for trial in result.trials]
+    assert [trial for _, trial, _ in ends] == list(result.trials)
+    assert (ends[0][2], ends[-1][2]) == (limits.budget_bytes, result.budget_bytes)
+    assert [name for name, _ in timings] == ["timing", "timed"] * (len(timings) // 2)
+    timed = {timing.batch_size for _, timing in timings[1::2]}
+    assert timed == {timing.batch_size for timing in result.timings}
 
 
 # --- a search without a terminal ---
-
-
-def trial_lines(text):
-    """Mode and size of each trial."""
-    found = re.findall(r" (train|val), trial \d+: batch size (\d+) ", text)
-    return [(mode, int(size)) for mode, size in found]
 
 
 def test_where_no_terminal_is_a_run_prints_one_line_a_trial(run, tmp_path):
@@ -119,27 +83,9 @@ def test_where_no_terminal_is_a_run_prints_one_line_a_trial(run, tmp_path):
     outcome = run(*bare, OWN_MODEL, *AUTOBATCH, "DATA.AUTOBATCH.MEMORY_LIMIT_GB=8")
     assert outcome.code == 0, outcome.err
     found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())
-    trials = [
-        (mode, trial["batch_size"]) for mode in ("train", "val") for trial in found[mode]["trials"]
-    ]
-    assert trial_lines(outcome.out) == trials
+    lines = re.findall(r" (train|val), trial \d+: batch size (\d+) ", outcome.out)
+    trials = [(mode, trial) for mode in ("train", "val") for trial in found[mode]["trials"]]
+    assert lines == [(mode, str(trial["batch_size"])) for mode, trial in trials]
     assert (found["train"]["total_bytes"], found["train"]["total_is_limit"]) == (8 * GIB, True)
     assert outcome.out.count("(DATA.AUTOBATCH.MEMORY_LIMIT_GB)") == 4, "two searches, two summaries"
     assert logging.getLogger("linnaeus.autobatch").level == logging.NOTSET
-
-
-# --- rows ---
-
-
-def test_rows_are_for_terminals_and_levels_up_to_info(monkeypatch, caplog):
-    terminal, plain = consoles.terminal(monkeypatch), consoles.plain_console()
-    cases = ((plain, logging.INFO, 0), (terminal, logging.WARNING, 0), (terminal, logging.INFO, 2))
-    for (console, output), level, num_lines in cases:
-        caplog.set_level(level, "linnaeus.autobatch")
-        progress = SearchProgress("val", RankStatus(), console)
-        progress.trial_started(16, "trial")
-        progress.trial_finished(TrialRecord(16, "fits", GIB // 2, 0.25), GIB)
-        assert len(output.getvalue().splitlines()) == num_lines
-
-
-# --- a real terminal ---

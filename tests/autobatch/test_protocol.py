@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from linnaeus.autobatch.ranks.exchange import Failure, JobFailedError
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.runtime.distributed import RankEnded, World, report_errors_to_all_ranks
@@ -19,15 +18,10 @@ from tests.helpers.searches import result
 CPU = torch.device("cpu")
 
 
-def exchange(
-    plane,
-    work,
-    show=lambda text: None,
-    **options,
-):
+def exchange(plane, work, show=lambda text: None):
     """What all ranks return, when this one does its work."""
     status = RankStatus(show, plane)
-    return status.gather(work(status), **options)
+    return status.gather(work(status))
 
 
 def ranks(*works):
@@ -56,22 +50,11 @@ def raises(error):
     return work
 
 
-def test_one_process_needs_no_control_plane():
-    assert exchange(None, gives(7)) == [7]
-    with pytest.raises(KeyError), report_errors_to_all_ranks(World(CPU)):
-        exchange(None, raises(KeyError("a")))
-    finder, shown = Finder(result(16, (16, "fits")), result(6, (8, "oom"))), list[str]()
-    found = search_on_ranks(finder, SearchSettings(), None, show=shown.append)
-    assert search_on_ranks(finder, SearchSettings(), None, found=found, size=8).batch_size == 6
-    assert (finder.asked, found.batch_size, shown) == ([None, 8], 16, ["starting"])
-
-
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [
         (ValueError("broken"), 1, "ValueError: broken"),
         (AutoBatchError("broken"), 3, "broken"),
-        (LinnaeusError("broken"), 1, "broken"),
         (KeyboardInterrupt(), 1, "KeyboardInterrupt"),
     ],
 )
@@ -88,25 +71,12 @@ def test_an_error_of_one_rank_ends_all_with_its_exit_code(error, code, told, cap
 def test_what_a_rank_does_and_waits_for_can_be_shown():
     """Rank 0 shows it on the user's terminal."""
     main, other = planes.planes()
-    pauses = [nothing] * 50
-    script(main, lambda: other.update("trying 128"), *pauses, lambda: other.gather(8))
+    script(main, lambda: other.update("trying 128"), *[nothing] * 50, lambda: other.gather(8))
     shown = []
     assert exchange(main, gives(4), show=shown.append) == [4, 8]
     assert shown[0] == "waiting"
     assert len(set(shown[1:])) == 1
     assert shown[1].endswith("trying 128")
-
-
-def test_an_update_raises_the_failure_of_another_rank():
-    main, other = planes.planes()
-
-    def work(status):
-        other.fail(Failure(1, "broken", 7))
-        status.update("trying 128")
-        pytest.fail("what this rank does is in vain")
-
-    with pytest.raises(JobFailedError):
-        exchange(main, work)
 
 
 # --- a size for all ranks ---
@@ -155,12 +125,8 @@ def test_the_size_of_all_is_one_that_has_run_on_every_rank():
 
 
 def test_a_size_that_is_planned_later_runs_once_on_every_rank():
-    earlier = result(16, (16, "fits"))
-    for fits, size in ((True, 16), (False, 6)):
-        finders = [
-            Finder(result(8, (8, "fits"))),
-            Finder(result(8 if fits else 6, (8, "oom"), rank=1)),
-        ]
-        found, same = search(finders, found=earlier, size=8)
+    for there, size, ran in ((8, 16, (8,)), (6, 6, ())):
+        finders = [Finder(result(8)), Finder(result(there, rank=1))]
+        found, same = search(finders, found=result(16), size=8)
         assert found == same
-        assert (found.batch_size, found.ran_on_every_rank) == (size, (8,) if fits else ())
+        assert (found.batch_size, found.ran_on_every_rank) == (size, ran)

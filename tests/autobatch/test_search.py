@@ -1,25 +1,19 @@
 """The search is tested on curves of every shape, against an oracle that knows the whole curve."""
 
 import functools
-import importlib.util
-import itertools
 import math
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from benchmarks.research import search_replay
 from linnaeus.autobatch.search import (
-    FIXED_FRACTION,
     GRID_LIMIT,
-    GROWTH,
     STRATEGIES,
     KernelLimit,
     OutOfMemory,
-    SearchResult,
     TrialRecord,
     find_largest,
 )
@@ -152,9 +146,9 @@ def test_every_search_is_bounded_and_honest(
     curve, capacity, bounds, multiple_of, strategy, start, max_trials
 ):
     candidates = candidates_of(*bounds, multiple_of)
+    assume(candidates)  # that there are none is an error in `test_messages.py`
     device = Device(curve, capacity)
-    search = functools.partial(
-        find,
+    result = find(
         device,
         min_size=bounds[0],
         max_size=bounds[1],
@@ -163,11 +157,6 @@ def test_every_search_is_bounded_and_honest(
         start=start,
         max_trials=max_trials,
     )
-    if not candidates:
-        with pytest.raises(ValueError, match="multiple_of"):
-            search()
-        return
-    result = search()
     if strategy == "power" and not result.certified:  # it stops before it has a proof, by design
         assert result.size == max(
             (n for n, peak in device.peaks.items() if peak <= BUDGET), default=None
@@ -175,20 +164,6 @@ def test_every_search_is_bounded_and_honest(
         assert len(result.trials) <= math.log2(bounds[1]) + 2
     else:
         check_honest(result, device, candidates, max_trials)
-
-
-@given(
-    curve=st.one_of(rising_curves(), unruly_curves()),
-    capacity=capacities,
-    max_size=st.integers(1, 8192),
-)
-def test_the_second_size_is_at_most_four_times_the_first(curve, capacity, max_size):
-    """Unless the first peak says that all sizes fit."""
-    device = Device(curve, capacity)
-    found = sizes(find(device, max_size=max_size, max_trials=10**9))
-    if len(found) > 1 and found[1] > GROWTH * found[0]:
-        growth = (1 - FIXED_FRACTION) * (max_size / found[0] - 1)
-        assert device.peaks[found[0]] * (1 + growth) <= BUDGET * (1 + 1e-9)
 
 
 @given(
@@ -235,20 +210,11 @@ def known_at(*sizes):
     return [TrialRecord(size, "fits", 1000 + 40 * size, 1.0) for size in sizes]
 
 
-def beside(share, largest):
-    """Validation beside resident training state: the peak hardly grows at first."""
-    budget = 10**10
-    curve = line(int(share * budget), int((1 - share) * budget / (largest + 0.5)))
-    return curve, {"budget_bytes": budget, "max_size": 2048}, largest, 11
-
-
 @pytest.mark.parametrize(
     ("curve", "arguments", "size", "at_most"),
     [
         (line(1000, 40), {}, 225, 5),  # two probes, a guess and the proof
         (line(1000, 40), {"start": 203}, 225, 4),
-        (line(1000, 40), {"start": 225}, 225, 2),
-        (line(1000, 40), {"start": 247}, 225, 3),
         (line(1000, 40), {"budget_bytes": 8000, "known": known_at(16, 56, 205)}, 175, 3),
         # peaks of sizes that are no candidates guide only
         (
@@ -275,7 +241,8 @@ def beside(share, largest):
         ),
         # the line starts from the largest size that fits, even when a smaller one came closer to the budget
         (lambda n: 5300 if n <= 45 else 5250 + 20 * max(n - 96, 0), {}, 333, 8),
-        *itertools.starmap(beside, itertools.product([0.3, 0.6, 0.85], [30, 200, 1000])),
+        # beside resident training state, as in a validation: the peak hardly grows at first
+        (line(8500, 7), {"max_size": 2048}, 214, 11),
     ],
 )
 def test_a_guided_search_takes_few_trials(curve, arguments, size, at_most):
@@ -297,67 +264,50 @@ def chunked(chunk, largest):
 
 
 @pytest.mark.parametrize("capacity", [10**9, math.inf], ids=["cap", "no cap"])
-@pytest.mark.parametrize("max_size", [8192, 2**31])
 @pytest.mark.parametrize(
     ("curve", "largest", "at_most"),
     [
         (hundredths(0.05, 0.02, 0.93, 3482), 3482, 7),  # similarities of all pairs
-        (hundredths(0.3, 0, 0.7, 700), 700, 9),
         (hundredths(0.85, 0.15, 0, 1000), 1000, 9),
-        (chunked(64, 2678), 2678, 7),
         (chunked(128, 450), 450, 11),
     ],
-    ids=["pairs", "parabola", "line", "chunks", "few chunks"],
+    ids=["pairs", "line", "chunks"],
 )
-def test_plateaus_and_parabolas_take_few_trials(curve, largest, at_most, max_size, capacity):
+def test_plateaus_and_parabolas_take_few_trials(curve, largest, at_most, capacity):
     device = Device(curve, capacity)
-    result = find(device, budget_bytes=10**9, max_size=max_size, tolerance=0.01)
-    assert result.size is not None
+    result = find(device, budget_bytes=10**9, max_size=2**31, tolerance=0.01)
     assert largest / 1.01 <= result.size <= largest
     assert len(result.trials) <= at_most
 
 
-@pytest.mark.parametrize("max_size", [512, 1000])
-def test_a_limit_without_rising_peaks_takes_few_trials(max_size):
+def test_a_limit_without_rising_peaks_takes_few_trials():
     """As many as the logarithm of the number of answers, the first trial and that of the bound."""
     trials = []
-    for limit in range(1, max_size):
+    for limit in range(1, 1000):
         device = Device(lambda n, limit=limit: n if n <= limit else 10**10, 10**9)
-        result = find(device, budget_bytes=10**9, max_size=max_size, tolerance=0.01)
-        assert result.size is not None
+        result = find(device, budget_bytes=10**9, max_size=1000, tolerance=0.01)
         assert limit / 1.01 <= result.size <= limit
         trials.append(len(result.trials))
-    num_answers = 100 + math.log(max_size / 100, 1.01)
+    num_answers = 100 + math.log(10, 1.01)
     assert max(trials) <= 3 + math.log2(num_answers)
     assert sum(trials) / len(trials) <= 2.5 + math.log2(num_answers)
 
 
-def test_ten_trials_find_the_limit_of_another_tool():
-    """Lightning's own test: no more than 100 of 1000 samples."""
-    device = Device(lambda n: n if n <= 100 else 10**10, 10**9)
-    result = find(device, budget_bytes=10**9, max_size=1000, tolerance=0.01, max_trials=10)
-    assert result.size == 100
-
-
 @pytest.mark.parametrize("multiple_of", [1, 8])
-@pytest.mark.parametrize("max_size", [100_000, 2**31])
-def test_a_grid_limit_ends_the_search_and_is_named(max_size, multiple_of):
+def test_a_grid_limit_ends_the_search_and_is_named(multiple_of):
     def measure(size):
         if size > GRID_LIMIT:
             raise KernelLimit
         return 10**7 + 10**3 * size
 
-    result = find(
-        measure, budget_bytes=10**9, max_size=max_size, multiple_of=multiple_of, tolerance=0.01
-    )
+    search = functools.partial(find, measure, max_size=2**31, tolerance=0.01)
+    result = search(budget_bytes=10**9, multiple_of=multiple_of)
     assert result.size == GRID_LIMIT // multiple_of * multiple_of
     assert result.limited_by == "kernel"
     assert {trial.status for trial in result.trials} == {"fits", "kernel"}
     assert len(result.trials) <= 7
-    again = find(measure, budget_bytes=10**9, max_size=max_size, known=result.trials, tolerance=0.1)
+    again = search(budget_bytes=10**9, known=result.trials)
     assert (again.limited_by, again.trials) == ("kernel", ())
-    smaller = find(measure, budget_bytes=5 * 10**7, max_size=max_size, tolerance=0.01)
-    assert smaller.limited_by == "memory"
 
 
 def test_the_first_trial_is_small_whatever_the_bounds():
@@ -383,39 +333,22 @@ def test_the_plain_strategies_try_what_their_names_say(strategy, expected):
     assert result.limited_by == "memory"
 
 
-def test_a_fixed_cost_that_is_known_saves_trials():
-    """A process that holds 90 % of the budget: without that knowledge a first peak looks like a slope."""
-    knowing, guessing = find(line(9000, 10), fixed_bytes=9000), find(line(9000, 10))
-    assert knowing.size == guessing.size == 100
-    assert len(knowing.trials) < len(guessing.trials)
-
-
 # -- figures on measured curves
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    path = Path(__file__).parents[2] / "benchmarks" / "research" / "search_replay.py"
-    spec = importlib.util.spec_from_file_location("search_replay", path)
-    module = sys.modules["search_replay"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
     ("mode", "mean", "p90"),
     [
         ("exact", 5.0, 6),
-        ("multiple of 8", 4.3, 5),
         ("start within 10 %", 3.4, 4),
         ("strict cap", 5.6, 7),
     ],
 )
-def test_figures_on_measured_curves(benchmark, mode, mean, p90):
-    curves = benchmark.read_curves(benchmark.CURVES)
-    chosen = next(each for each in benchmark.MODES if each.name == mode)
-    cases = benchmark.make_cases(curves, range(3), chosen)
-    row = benchmark.summary([benchmark.replay(case, chosen, "guided") for case in cases])
+def test_figures_on_measured_curves(mode, mean, p90):
+    curves = search_replay.read_curves(search_replay.CURVES)
+    chosen = next(each for each in search_replay.MODES if each.name == mode)
+    cases = search_replay.make_cases(curves, range(3), chosen)
+    row = search_replay.summary([search_replay.replay(case, chosen, "guided") for case in cases])
     assert len(curves) > 400
     assert row["mean"] <= mean
     assert row["p90"] <= p90
@@ -456,26 +389,17 @@ def test_a_search_with_a_tolerance_ends_within_it(
     if largest is None or result.size is None:
         assert (result.size, result.certified, result.within) == (largest, True, 0)
         return
-    fails = [size for size, peak in device.peaks.items() if peak > BUDGET]
     assert device.peaks[result.size] <= BUDGET
     assert largest <= result.size * (1 + result.within) * (1 + 1e-12)
     assert result.within <= tolerance * (1 + 1e-9)
     assert result.certified == (result.within == 0)
-    if result.certified:
-        assert result.size == largest
     if result.size == candidates[-1]:
         assert result.limited_by == "max_batch_size"
     else:
         assert result.limited_by == "memory"
-        may_fit = candidates[candidates.index(min(fails)) - 1]
+        smallest_failure = min(size for size, peak in device.peaks.items() if peak > BUDGET)
+        may_fit = candidates[candidates.index(smallest_failure) - 1]
         assert result.within == (may_fit - result.size) / result.size
-
-
-def test_known_records_may_settle_a_search_within_the_tolerance():
-    known = [TrialRecord(200, "fits", 9_000, 0.1), TrialRecord(203, "over", 10_100, 0.1)]
-    found = SearchResult(200, certified=False, limited_by="memory", trials=(), within=0.01)
-    assert find(line(0, 1), known=known, tolerance=0.01) == found
-    assert find(line(0, 1), known=known, tolerance=0.009).trials != ()
 
 
 def test_without_trials_the_gap_ends_at_the_smallest_failure():

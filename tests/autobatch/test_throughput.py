@@ -3,7 +3,6 @@
 import math
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,26 +36,9 @@ def test_a_device_busy_with_few_samples_gets_a_small_size():
 
 def test_a_fastest_size_below_the_largest_is_found():
     """As where the largest sizes fall back to a slow kernel."""
-    fast, seconds = sizes_by_speed(
-        Device(lambda n: 0.01 + 0.001 * n * (2 if n > 600 else 1)), range(1, 1025)
-    )
-    assert max(seconds, key=lambda size: size / seconds[size]) == 512
-    assert fast[-1] <= 600
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_noise_of_a_few_per_cent_does_not_lead_far_astray(seed):
-    device = Device(line(0.010, 0.001), noise=0.03, seed=seed)
+    device = Device(lambda n: 0.01 + 0.001 * n * (2 if n > 600 else 1))
     fast, _ = sizes_by_speed(device, range(1, 1025))
-    rate = {size: size / device.seconds(size) for size in (fast[0], 1024)}
-    assert rate[fast[0]] >= 0.92 * rate[1024]
-    assert fast[0] <= 512
-
-
-def test_a_size_that_runs_no_more_is_not_fast():
-    device = Device(lambda n: math.inf if n > 100 else 0.01 + 0.001 * n)
-    fast, _ = sizes_by_speed(device, range(1, 201))
-    assert fast[-1] <= 100
+    assert 512 <= fast[-1] <= 600
 
 
 def test_nothing_is_timed_after_the_deadline_but_the_first():

@@ -1,6 +1,5 @@
 """Runs on few samples keep their optimizer steps, and give one piece of advice at most."""
 
-import itertools
 import json
 import re
 from dataclasses import replace
@@ -16,8 +15,6 @@ ON = "DATA.AUTOBATCH.ENABLED=True"
 DEFAULT = ("DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=10", "TRAIN.EPOCHS=1")
 RUNS = {
     "few samples": (50, (ON,), 5, "steps_per_epoch"),
-    "switched off": (50, (ON, "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1"), 50, "dataset"),
-    "a smallest size": (50, (ON, "DATA.AUTOBATCH.MIN_BATCH_SIZE=20"), 20, "steps_per_epoch"),
     "accumulation": (100, (ON, "TRAIN.ACCUMULATION_STEPS=3"), 3, "steps_per_epoch"),
     "an effective batch": (50, (ON, "TRAIN.EFFECTIVE_BATCH_SIZE=40"), 40, "effective_batch"),
     "a large size by hand": (50, ("DATA.BATCH_SIZE=50",), 50, None),
@@ -44,24 +41,6 @@ def test_runs_on_few_samples(title, tmp_path, monkeypatch):
         found = json.loads((folder / "autobatch.json").read_text())["train"]
         assert (found["batch_size"], found["limited_by"]) == (size, limited_by)
     check_advice((folder / "logs/rank0.log").read_text().splitlines())
-
-
-def test_no_plan_advises_twice():
-    for samples, size, world_size, norm, pretrained in itertools.product(
-        (20, 100, 639, 10_000), (2, 15, 64), (1, 2), ("none", "local", "synchronised"), (0, 1)
-    ):
-        facts = replace(
-            FACTS,
-            num_samples=samples,
-            max_micro_batch_size=size,
-            world_size=world_size,
-            batchnorm=norm,
-            pretrained=bool(pretrained),
-        )
-        asked = [{}, {"ACCUMULATION_STEPS": 20}]
-        asked += [{"EFFECTIVE_BATCH_SIZE": samples // 4 * 4}]
-        for wishes in asked:
-            check_advice([*plan_of(facts, **wishes).warnings])
 
 
 def test_a_larger_micro_batch_is_advised_where_it_leaves_the_steps():

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from linnaeus.batch_plan.effective_batch import max_samples_per_rank
 from linnaeus.batch_plan.scaling import scale_factor
-from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, TrainConfig
+from linnaeus.config.schema import OptimizerConfig
 from linnaeus.runtime.errors import ConfigError
 from tests.helpers.configs import FACTS, plan_of
 
@@ -23,106 +22,75 @@ def effective_sizes(plan):
     ]
 
 
-@pytest.mark.parametrize(
-    ("size", "nearby"), [(130, 132), (132, None), (64, None), (2 * 67, 138), (998, None)]
-)
-def test_an_effective_size_that_splits_badly_names_a_nearby_one(size, nearby):
-    facts = replace(FACTS, max_micro_batch_size=33, world_size=2, num_samples=1000)
-    notes = plan_of(facts, EFFECTIVE_BATCH_SIZE=size).notes
-    assert [str(nearby) in note for note in notes] == ([] if nearby is None else [True])
-    if nearby is not None:
-        plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=nearby)
-        assert (plan.notes, plan.accumulation_steps) == ((), -(-size // 66))
+def facts_of(num_samples, **fields):
+    """The facts of a run."""
+    return st.builds(replace, st.just(FACTS), num_samples=num_samples, **fields)
 
 
 @given(
-    world_size=st.integers(1, 4),
+    facts=facts_of(
+        st.integers(240, 500),
+        world_size=st.integers(1, 4),
+        max_micro_batch_size=st.integers(1, 40),
+    ),
     samples_per_rank=st.integers(1, 60),
-    fits=st.integers(1, 40),
     limit=st.integers(1, 40),
-    num_samples=st.integers(240, 500),
 )
-def test_a_limit_splits_the_same_optimizer_steps_more_finely(
-    world_size, samples_per_rank, fits, limit, num_samples
-):
-    facts = replace(
-        FACTS, max_micro_batch_size=fits, world_size=world_size, num_samples=num_samples
-    )
-    plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=samples_per_rank * world_size, EPOCHS=2)
+def test_a_limit_splits_the_same_optimizer_steps_more_finely(facts, samples_per_rank, limit):
+    plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=samples_per_rank * facts.world_size, EPOCHS=2)
     limited = plan.with_max_micro_batch(limit)
     assert effective_sizes(limited) == effective_sizes(plan)
     assert (limited.learning_rate, limited.total_steps) == (plan.learning_rate, plan.total_steps)
     for before, stage in zip(plan.stages, limited.stages, strict=True):
         sizes = stage.micro_batches
-        assert sum(sizes) == samples_per_rank == stage.samples_per_rank
+        assert sum(sizes) == samples_per_rank
         assert sizes[0] == stage.micro_batch_size == max(sizes) <= limit
         assert sizes[0] - sizes[-1] <= 1
         assert len(sizes) == stage.accumulation_steps
         if before.micro_batch_size <= limit:
             assert stage == before
-    assert limited.with_max_micro_batch(limit) == limited
-    assert sum(limited.micro_batches(0)) == sum(plan.micro_batches(0))
     assert min(limited.micro_batches(1)) == limited.smallest_micro_batch
 
 
 @given(
-    world_size=st.integers(1, 8),
+    facts=facts_of(
+        st.integers(1, 5000),
+        world_size=st.integers(1, 8),
+        max_micro_batch_size=st.integers(1, 128),
+    ),
     samples_per_rank=st.integers(1, 300),
-    max_micro_batch_size=st.integers(1, 128),
-    num_samples=st.integers(1, 5000),
     epochs=st.integers(1, 5),
 )
-def test_every_step_takes_the_effective_size(
-    world_size, samples_per_rank, max_micro_batch_size, num_samples, epochs
-):
-    effective = world_size * samples_per_rank
-    assume(effective <= num_samples // world_size * world_size)
-    facts = replace(
-        FACTS,
-        max_micro_batch_size=max_micro_batch_size,
-        world_size=world_size,
-        num_samples=num_samples,
-    )
+def test_every_step_takes_the_effective_size(facts, samples_per_rank, epochs):
+    assume(samples_per_rank <= facts.num_samples // facts.world_size)
+    effective = facts.world_size * samples_per_rank
     plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=effective, EPOCHS=epochs)
-    assert (
-        plan.micro_batch_size * plan.accumulation_steps * world_size
-        == plan.effective_batch_size
-        == effective
-    )
-    fewest = -(-samples_per_rank // max_micro_batch_size)
+    assert plan.micro_batch_size * plan.accumulation_steps == samples_per_rank
+    fewest = -(-samples_per_rank // facts.max_micro_batch_size)
     assert plan.accumulation_steps == next(
         n for n in range(fewest, 301) if samples_per_rank % n == 0
     )
-    assert plan.steps_per_epoch == (num_samples // effective,) * epochs
-    assert plan.total_steps == epochs * (num_samples // effective)
-    assert set(effective_sizes(plan)) == {effective}
+    assert effective_sizes(plan) == [effective] * (facts.num_samples // effective) * epochs
+    assert plan.steps_per_epoch == (facts.num_samples // effective,) * epochs
 
 
 @given(
-    max_micro_batch_size=st.integers(1, 200),
-    world_size=st.integers(1, 5),
-    num_samples=st.integers(5, 2000),
+    facts=facts_of(
+        st.integers(5, 2000),
+        world_size=st.integers(1, 5),
+        max_micro_batch_size=st.integers(1, 200),
+    ),
     accumulation=st.integers(1, 9),
 )
-def test_without_a_wish_every_whole_micro_batch_is_used(
-    max_micro_batch_size, world_size, num_samples, accumulation
-):
-    facts = replace(
-        FACTS,
-        max_micro_batch_size=max_micro_batch_size,
-        world_size=world_size,
-        num_samples=num_samples,
-    )
+def test_without_a_wish_every_whole_micro_batch_is_used(facts, accumulation):
     plan = plan_of(facts, ACCUMULATION_STEPS=accumulation, EPOCHS=2)
-    per_process = num_samples // world_size
-    micro_batch_size = min(max_micro_batch_size, per_process)
+    per_process = facts.num_samples // facts.world_size
+    micro_batch_size = min(facts.max_micro_batch_size, per_process)
     num_micro_batches = per_process // micro_batch_size
+    most = min(accumulation, num_micro_batches)
     assert list(plan.micro_batches(0)) == [micro_batch_size] * num_micro_batches
     assert plan.steps_per_epoch[0] == math.ceil(num_micro_batches / accumulation)
-    assert (
-        plan.effective_batch_size
-        == micro_batch_size * min(accumulation, num_micro_batches) * world_size
-    )
+    assert plan.effective_batch_size == micro_batch_size * most * facts.world_size
     assert plan.learning_rate == 0.1
 
 
@@ -203,6 +171,13 @@ def test_the_rate_follows_the_rule_at_every_step(run, rule):
         )
 
 
+def test_milestones_hold_exactly_from_their_epoch_on():
+    schedule = {"NAME": "milestones", "FIRST": 32, "MILESTONES": [[2, 131], [3, 64]]}
+    plan = plan_of(replace(FACTS, max_micro_batch_size=131), schedule=schedule, EPOCHS=5)
+    sizes = [(stage.effective_batch_size, stage.micro_batch_size) for stage in chain(*plan.epochs)]
+    assert sizes == [(32, 32), (32, 32), (131, 131), (64, 32), (64, 32)]
+
+
 def test_beyond_sixteen_accumulation_steps_the_micro_batch_grows():
     plan = plan_of(
         schedule={"NAME": "exponential", "FIRST": 8}, EPOCHS=9, EFFECTIVE_BATCH_SIZE=2048
@@ -213,14 +188,6 @@ def test_beyond_sixteen_accumulation_steps_the_micro_batch_grows():
     assert [stage.accumulation_steps for stage in stages] == [1, 2, 4, 8, 16, 16, 16, 16, 32]
 
 
-def test_milestones_hold_exactly_from_their_epoch_on():
-    schedule = {"NAME": "milestones", "FIRST": 32, "MILESTONES": [[2, 131], [3, 64]]}
-    plan = plan_of(replace(FACTS, max_micro_batch_size=131), schedule=schedule, EPOCHS=5)
-    assert [stage.effective_batch_size for stage in chain(*plan.epochs)] == [32, 32, 131, 64, 64]
-    assert [stage.micro_batch_size for stage in chain(*plan.epochs)] == [32, 32, 131, 32, 32]
-    assert plan.effective_batch_size == 131
-
-
 @pytest.mark.parametrize(
     ("effective", "warmup", "epochs", "steps", "has_note"),
     [
@@ -228,7 +195,6 @@ def test_milestones_hold_exactly_from_their_epoch_on():
         (2048, {}, 60, 144, True),  # 5 % of 60 epochs of 48 steps
         (2048, {"WARMUP_STEPS": 7}, 60, 7, False),
         (2048, {}, 300, 5 * 48, True),  # at most five epochs
-        (50_000, {}, 1, 1, True),  # of two steps
     ],
 )
 def test_a_much_raised_rate_gets_a_warm_up(effective, warmup, epochs, steps, has_note):
@@ -240,21 +206,11 @@ def test_a_much_raised_rate_gets_a_warm_up(effective, warmup, epochs, steps, has
     assert any("SCHEDULE.WARMUP" in note for note in plan.notes) == has_note
 
 
-SGD = OptimizerConfig(NAME="sgd")
 QUIET = (
-    (
-        replace(FACTS, batchnorm="local"),
-        {"warmup": {"WARMUP_EPOCHS": 5}, "EFFECTIVE_BATCH_SIZE": 256},
-    ),
     (FACTS, {"EFFECTIVE_BATCH_SIZE": 64 * 16}),
     (replace(FACTS, max_micro_batch_size=131), {"EFFECTIVE_BATCH_SIZE": 131}),
     (replace(FACTS, max_micro_batch_size=16, batchnorm="local"), {}),
     (replace(FACTS, max_micro_batch_size=8, batchnorm="synchronised", world_size=2), {}),
-    (FACTS, {"EFFECTIVE_BATCH_SIZE": 512}),
-    (
-        replace(FACTS, pretrained=True, learning_rate=0.06),
-        {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD},
-    ),
     (replace(FACTS, num_samples=640), {}),
 )
 
@@ -279,22 +235,5 @@ def test_the_sizes_that_an_error_names_would_do(size, world_size, fits, batchnor
         assert plan_of(facts, EFFECTIVE_BATCH_SIZE=size).effective_batch_size == size
     except ConfigError as error:
         named = re.search(r"(\d+)(?: or (\d+))? would", str(error))
-        for other in filter(None, named.groups() if named else ()):
-            assert plan_of(facts, EFFECTIVE_BATCH_SIZE=int(other)).effective_batch_size == int(
-                other
-            )
-
-
-@pytest.mark.parametrize(
-    ("train", "schedule", "expected"),
-    [
-        ({}, {}, None),
-        ({"EFFECTIVE_BATCH_SIZE": 256}, {}, 128),
-        ({}, {"NAME": "linear", "FIRST": 8}, None),
-        ({"EFFECTIVE_BATCH_SIZE": 64}, {"NAME": "linear", "FIRST": 80}, 40),
-        ({}, {"NAME": "milestones", "FIRST": 8, "MILESTONES": [[1, 96]]}, 48),
-    ],
-)
-def test_the_most_samples_per_rank_that_are_asked_for(train, schedule, expected):
-    node = TrainConfig(**train, BATCH_SCHEDULE=BatchScheduleConfig(**schedule))
-    assert max_samples_per_rank(node, replace(FACTS, world_size=2, num_samples=1000)) == expected
+        for other in map(int, filter(None, named.groups() if named else ())):
+            assert plan_of(facts, EFFECTIVE_BATCH_SIZE=other).effective_batch_size == other

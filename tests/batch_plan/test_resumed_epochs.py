@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.batch_plan.effective_batch import Facts
 from linnaeus.data.sampler import EpochSampler, PlannedBatches
+from tests.helpers import configs
 from tests.helpers.configs import plan_of
 
-FACTS = Facts(max_micro_batch_size=8, world_size=1, num_samples=100, learning_rate=0.1)
+FACTS = replace(configs.FACTS, max_micro_batch_size=8, num_samples=100)
 
 
 def take(plan, epoch, done, num_steps=None):
@@ -83,36 +83,24 @@ def test_a_growing_batch_resumed_anywhere_wastes_less_than_its_largest_step(
     rest = plan.rest_of_epoch(0, done)
     used = sum(stage.num_steps * stage.effective_batch_size for stage in rest)
     assert 0 <= 120 - done - used < 4 * world_size
-    sizes = [stage.effective_batch_size for stage in rest]
-    assert sizes == sorted(sizes)  # stages keep their order
 
 
 # The position in the schedule.
 
 
-@given(
-    world_size=st.integers(1, 4),
-    micro_batch=st.integers(1, 12),
-    accumulation=st.integers(1, 4),
-    num_samples=st.integers(20, 220),
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"ACCUMULATION_STEPS": 3},
+        {
+            "schedule": {"NAME": "linear", "UNIT": "steps", "FIRST": 4, "LENGTH": 12},
+            "EFFECTIVE_BATCH_SIZE": 24,
+        },
+    ],
+    ids=["constant", "growing"],
 )
-def test_an_undisturbed_run_is_at_its_number_of_steps(
-    world_size, micro_batch, accumulation, num_samples
-):
-    facts = replace(
-        FACTS, world_size=world_size, max_micro_batch_size=micro_batch, num_samples=num_samples
-    )
-    assert_positions_are_steps(plan_of(facts, ACCUMULATION_STEPS=accumulation, EPOCHS=3))
-
-
-@pytest.mark.parametrize(("unit", "length"), [("steps", 12), ("epochs", 2)])
-def test_so_is_one_whose_batch_grows(unit, length):
-    schedule = {"NAME": "linear", "UNIT": unit, "FIRST": 4, "LENGTH": length}
-    assert_positions_are_steps(plan_of(FACTS, schedule=schedule, EPOCHS=4, EFFECTIVE_BATCH_SIZE=24))
-
-
-def assert_positions_are_steps(plan):
-    step = 0
+def test_an_undisturbed_run_is_at_its_number_of_steps(wishes):
+    plan, step = plan_of(FACTS, EPOCHS=4, **wishes), 0
     for epoch, stages in enumerate(plan.epochs):
         samples = 0
         for stage in stages:
@@ -126,20 +114,6 @@ def assert_positions_are_steps(plan):
 
 def test_between_two_steps_the_position_is_a_fraction():
     plan = plan_of(FACTS, EFFECTIVE_BATCH_SIZE=32, EPOCHS=2)
-    positions = [plan.position(1, samples) for samples in (0, 8, 40, 96, 97, 100)]
-    assert positions == [
-        3,
-        3.25,
-        4.25,
-        6,
-        6,
-        6,
-    ]  # three steps an epoch; the last four samples are left out
-
-
-def test_a_dataset_that_has_shrunk_below_the_samples_done_leaves_no_step():
-    plan = plan_of(
-        Facts(max_micro_batch_size=8, world_size=1, num_samples=50, learning_rate=0.1), EPOCHS=2
-    )
-    assert plan.rest_of_epoch(0, 33), "some are left"
-    assert plan.rest_of_epoch(0, 67) == []
+    # Three steps an epoch; the last four samples are left out.
+    assert [plan.position(1, samples) for samples in (0, 8, 40, 97)] == [3, 3.25, 4.25, 6]
+    assert plan.rest_of_epoch(0, 120) == [], "of a dataset that has shrunk"
