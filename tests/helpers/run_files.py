@@ -76,5 +76,4 @@ def planned_sweep(*argv):
 
 def figures(sweep):
     """What the table of a sweep shows of each run."""
-    runs = json.loads((sweep / "figures.json").read_text())["runs"]
-    return runs
+    return json.loads((sweep / "figures.json").read_text())["runs"]

@@ -3,10 +3,9 @@
 import gc
 import socket
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 
 from tests.helpers import forks
-from tests.helpers.forks import Outcome
 
 SMALL = (
     "MODEL.NAME=test_resnet",
@@ -24,8 +23,6 @@ SMALL = (
 """A run of seconds. Later tokens override these."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
-
-Run = Callable[..., Outcome]
 
 
 def freeze_what_is_there():
@@ -50,30 +47,24 @@ def wait_until(
         ended = process is not None and process.poll() is not None
         if ended and condition():
             return
-        assert not ended, log.read_text() if log is not None else "the process has ended"
-        assert time.monotonic() < deadline, (
-            log.read_text() if log is not None else "nothing has come"
-        )
+        said = log.read_text() if log is not None else "nothing has come"
+        assert not ended, said
+        assert time.monotonic() < deadline, said
         time.sleep(0.005)
 
 
 def free_ports(count):
     """Ports of this machine that nobody listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    for free in sockets:
-        free.bind(("localhost", 0))
-    ports = [free.getsockname()[1] for free in sockets]
-    for free in sockets:
-        free.close()
-    return ports
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
 
 
 def checkpoint_of(folder, name="last.pt"):
     """The content of a run's checkpoint."""
     import torch
 
-    content = torch.load(folder / "checkpoints" / name, weights_only=True)
-    return content
+    return torch.load(folder / "checkpoints" / name, weights_only=True)
 
 
 def weights(folder, name="last.pt"):

@@ -1,7 +1,7 @@
 """The searches of a run as a run prepares them, over a model and a dataset of the tests' own."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from linnaeus.autobatch.result import AutoBatchResult
@@ -23,7 +23,7 @@ SEEN = {"shapes": [], "dtypes": []}
 """What `Model` was given, and what its layer gave, since the last search was prepared."""
 
 
-class Growing(Dataset[tuple[Tensor, int]]):
+class Growing(Dataset):
     """Images of sides 8, 9, 10, ... with zeros around the smaller ones of a batch."""
 
     classes = ("a", "b")

@@ -6,13 +6,13 @@ import signal
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from tests.helpers.runs import assert_same_bits, checkpoint_of
 
 
-class Clusters(Dataset[tuple[Tensor, int]]):
+class Clusters(Dataset):
     """Points around three centres. Reading so many of them presses Ctrl-C, once in each process."""
 
     classes = ("a", "b", "c")
@@ -98,3 +98,14 @@ def assert_same_states(a, b):
     assert_same_bits(states[0]["model"], states[1]["model"])
     assert_same_bits(states[0]["ema"]["module"], states[1]["ema"]["module"])
     assert_same_bits(states[0]["optimizer"]["state"], states[1]["optimizer"]["state"])
+
+
+def assert_same_run(a, b):
+    """States, steps, rates and losses of two runs are equal bit for bit."""
+    assert_same_states(a, b)
+    for split in ("train", "val"):
+        lines = (
+            [(line["step"], line["loss"], line.get("lr")) for line in lines_of(folder, split)]
+            for folder in (a, b)
+        )
+        assert next(lines) == next(lines)

@@ -1,7 +1,7 @@
 """Functions side by side in threads, whose first error ends the test."""
 
-import queue
 import threading
+from concurrent import futures
 
 from tests.helpers import forks
 
@@ -15,26 +15,18 @@ def together(*functions):
         BaseException: the first that a function raises.
         AssertionError: a function does not return within `forks.limit_s`.
     """
-    ended = queue.SimpleQueue()
 
-    def call(number, function):
+    def call(function, result):
         try:
-            ended.put((number, function(), None))
+            result.set_result(function())
         except BaseException as error:
-            ended.put((number, None, error))
+            result.set_exception(error)
 
-    for number, function in enumerate(functions):
-        threading.Thread(target=call, args=(number, function), daemon=True).start()
-    results = {}
-    for _ in functions:
-        try:
-            number, result, error = ended.get(timeout=forks.limit_s)
-        except queue.Empty:
-            late = sorted({*range(len(functions))} - results.keys())
-            raise AssertionError(
-                f"functions {late} have not returned within {forks.limit_s} s"
-            ) from None
-        if error is not None:
-            raise error
-        results[number] = result
-    return [results[number] for number in range(len(functions))]
+    results = [futures.Future() for _ in functions]
+    for pair in zip(functions, results, strict=True):
+        threading.Thread(target=call, args=pair, daemon=True).start()
+    done, late = futures.wait(results, forks.limit_s, futures.FIRST_EXCEPTION)
+    for result in done:
+        result.result()
+    assert not late, f"{len(late)} functions have not returned within {forks.limit_s} s"
+    return [result.result() for result in results]

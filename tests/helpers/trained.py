@@ -2,14 +2,13 @@
 
 import dataclasses
 
-import numpy as np
 import torch
-from PIL import Image
 
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.models.model_spec import ModelSpec
+from tests.helpers import datasets
 from tests.helpers.contents import whole
 
 BIRDS = Taxonomy(
@@ -111,10 +110,7 @@ def write_images(folder, number, size=(40, 52)):
 
 
 def picture(seed, size=(40, 52)):
-    blocks = np.random.default_rng(seed).integers(
-        0, 256, (size[0] // 4, size[1] // 4, 3), dtype=np.uint8
-    )
-    return Image.fromarray(blocks.repeat(4, axis=0).repeat(4, axis=1))
+    return datasets.picture(seed, size, block=4)
 
 
 class Flat(torch.nn.Module):

@@ -6,16 +6,15 @@ import random
 import pytest
 
 from tests.helpers import forks
-from tests.helpers.forks import ROOT
 from tests.helpers.runs import SMALL
-from tests.helpers.small_runs import assert_same_states
+from tests.helpers.small_runs import assert_same_run, lines_of
 
 RESUMABLE = (
     *(option for option in SMALL if not option.startswith(("MODEL.", "DATA.DATASET."))),
     "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
     "DATA.IMG_SIZE=8",
     "DATA.NUM_WORKERS=0",
-    "MODEL._target_=tests.helpers.odd_ranks.Perceptron",
+    "MODEL._target_=tests.helpers.greedy.Greedy",
     "MODEL.drop=0.2",
     "TRAIN.EMA.ENABLED=True",
     "TRAIN.AUTO_RESUME=True",
@@ -29,30 +28,14 @@ pytestmark = pytest.mark.timeout(300)  # whole runs, of which some are quick tes
 
 def train(folder, *argv, **env):
     """A run that may be killed; see `tests.helpers.odd_ranks`."""
-    # The same number of threads as the runs it is compared with: sums depend on it.
-    env = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT), **env}
     return forks.python("-m", "tests.helpers.odd_ranks", *RESUMABLE, *argv, cwd=folder, env=env)
 
 
 @pytest.fixture(scope="module")
 def never_killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("never_killed")
-    outcome = train(folder)
-    assert outcome.code == 0, outcome.err
+    train(folder).ok()
     return folder / "runs/small"
-
-
-def metrics_of(run):
-    """What the metrics say, without the figures that depend on the machine."""
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [
-        {name: record.get(name) for name in ("step", "split", "loss", "lr")} for record in records
-    ]
-
-
-def assert_same_run(run, other):
-    assert_same_states(run, other)
-    assert metrics_of(run) == metrics_of(other)
 
 
 def kill_again_and_again(folder, events, *argv):
@@ -60,8 +43,7 @@ def kill_again_and_again(folder, events, *argv):
     for event in events:
         outcome = train(folder, *argv, KILL_AT=str(event))
         assert outcome.code == -9, f"killed at event {event}: {outcome.err}"
-    outcome = train(folder, *argv)
-    assert outcome.code == 0, outcome.err
+    train(folder, *argv).ok()
 
 
 def test_killed_at_any_event_and_resumed(never_killed, tmp_path):
@@ -72,14 +54,14 @@ def test_killed_at_any_event_and_resumed(never_killed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_killed_a_hundred_times_and_resumed(tmp_path):
     """While it starts, trains, validates and writes checkpoints."""
     moments, options = random.Random(0), ("TRAIN.EPOCHS=300", "TRAIN.VALIDATE_EVERY=10")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-    assert train(whole, *options).code == 0
+    train(whole, *options).ok()
     kill_again_and_again(killed, [moments.randrange(1, 300) for _ in range(100)], *options)
     assert_same_run(killed / "runs/small", whole / "runs/small")
 
@@ -88,20 +70,11 @@ def test_killed_a_hundred_times_and_resumed(tmp_path):
 @pytest.mark.distributed
 def test_two_processes(torchrun, tmp_path):
     options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8", "TRAIN.EPOCHS=1")
-    outcome = torchrun(2, *SMALL, *options)
-    assert outcome.code == 0, outcome.err
+    outcome = torchrun(2, *SMALL, *options).ok()
     run = tmp_path / "runs/small"
     found = json.loads((run / "autobatch.json").read_text())
     assert (found["train"]["batch_size"], found["val"]["batch_size"]) == (8, 16)
     assert found["val"]["limited_by"] in ("dataset", "max_batch_size")
     assert (run / "logs/rank1.log").is_file()
     assert "rank 1" not in outcome.out
-    assert metrics_of(run)[-1]["step"] == 96 // 2 // 8
-
-
-@pytest.mark.e2e
-@pytest.mark.distributed
-def test_a_mistake_ends_all_processes(torchrun):
-    outcome = torchrun(2, *SMALL, "TRAIN.SYNC_BATCHNORM=True")
-    assert outcome.code != 0
-    assert "TRAIN.SYNC_BATCHNORM" in outcome.err
+    assert lines_of(run, "val")[-1]["step"] == 96 // 2 // 8

@@ -1,5 +1,6 @@
 import os
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from linnaeus.autobatch.state.rng import preserved_generators, rng_state, set_rng_state
 from linnaeus.config.schema import ExperimentConfig
-from linnaeus.runtime.rng import derive_seed, deterministic, kernels, seed_all, seed_generators
+from linnaeus.runtime.rng import derive_seed, kernels, seed_all, seed_generators
 from tests.helpers.small_runs import PLAIN, Layers
 
 CPU = torch.device("cpu")
@@ -27,28 +28,13 @@ class Spy(Layers):
         MODES.append(torch.get_deterministic_debug_mode())
         if self.folder:
             Path(self.folder, os.environ.get("RANK", "0")).write_text(str(torch.initial_seed()))
-        outputs = super().forward(points)
-        return outputs
+        return super().forward(points)
 
 
 def draws():
     """Some of everything; an odd number of normal ones, so that a second one lies ready in each generator."""
     normal = torch.randn(3).tolist() + torch.rand(1).tolist()
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *normal]
-
-
-def kernels_now():
-    return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_accelerator_takes_the_kernels_asked_for(device):
-    """The CPU does not: there the setting may change results."""
-    before, config = kernels_now(), ExperimentConfig(CUDNN_BENCHMARK=True)
-    assert before == ("highest", False)
-    with kernels(config, torch.device(device)):
-        assert kernels_now() == (before if device == "cpu" else ("high", True))
-    assert kernels_now() == before
 
 
 def test_a_seed_fixes_all_generators():
@@ -60,35 +46,30 @@ def test_a_seed_fixes_all_generators():
     assert all(a != b for a, b in zip(draws(), first, strict=True))
 
 
-def test_draws_go_on_where_the_state_was_taken():
-    seed_all(2**63 - 1)
-    draws()
-    state = rng_state(CPU)
-    expected = [draws() for _ in range(3)]
-    for seed in (0, 2**32 + 5):  # later draws do not change the state
-        seed_all(seed)
-        set_rng_state(state, CPU)
-        assert [draws() for _ in range(3)] == expected
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_accelerator_takes_the_kernels_asked_for(device):
+    """The CPU does not: there the setting may change results."""
+
+    def now():
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+
+    assert now() == ("highest", False)
+    with kernels(ExperimentConfig(CUDNN_BENCHMARK=True), torch.device(device)):
+        assert now() == (("highest", False) if device == "cpu" else ("high", True))
+    assert now() == ("highest", False)
 
 
 def test_generators_go_on_as_if_nothing_had_happened():
-    seed_generators(4)
+    seed_all(2**63 - 1)
+    draws()
+    state = rng_state(CPU)
     expected = draws()
-    seed_generators(4)
-    with preserved_generators():
+    set_rng_state(state, CPU)
+    with suppress(ZeroDivisionError), preserved_generators():
         seed_generators(5)
         assert all(a != b for a, b in zip(draws(), expected, strict=True))
-    assert draws() == expected
-    seed_generators(4)
-    with pytest.raises(ZeroDivisionError):
-        fail_inside()
-    assert draws() == expected
-
-
-def fail_inside():
-    with preserved_generators():
-        draws()
         raise ZeroDivisionError
+    assert draws() == expected
 
 
 def test_seeds_are_spread_out():
@@ -99,48 +80,28 @@ def test_seeds_are_spread_out():
     assert derive_seed(0, 1) != derive_seed(1, 0)
 
 
-def test_deterministic_kernels_set_up_cublas(monkeypatch, request):
-    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    for before, after in ((None, ":4096:8"), (":16:8", ":16:8")):
-        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-        with deterministic(False):
-            assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-        if before is not None:
-            monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", before)
-        with deterministic(True):
-            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == after
-            assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.are_deterministic_algorithms_enabled()
-
-
-@pytest.mark.parametrize("mode", [0, 1, 2])
-@pytest.mark.parametrize("enabled", [False, True])
-def test_the_callers_setting_is_put_back(request, monkeypatch, mode, enabled):
-    """And it is left alone if nothing is enabled."""
+@pytest.mark.parametrize("before", [None, ":16:8"])
+def test_a_deterministic_run_puts_the_callers_setting_back(run, request, monkeypatch, before):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    request.addfinalizer(lambda: torch.set_deterministic_debug_mode(0))
-    torch.set_deterministic_debug_mode(mode)
-    with deterministic(enabled):
-        assert torch.get_deterministic_debug_mode() == (2 if enabled else mode)
-    assert torch.get_deterministic_debug_mode() == mode
-
-
-def test_a_run_puts_the_callers_setting_back(run, request, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    if before is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     request.addfinalizer(lambda: torch.set_deterministic_debug_mode(0))
     torch.set_deterministic_debug_mode(1)
-    MODES.clear()
-    options = (f"MODEL._target_={__name__}.Spy", "TRAIN.DETERMINISTIC=True", "TRAIN.EPOCHS=1")
-    assert run(*PLAIN, *options).code == 0
-    assert {*MODES} == {2}
-    assert torch.get_deterministic_debug_mode() == 1
+    options = (f"MODEL._target_={__name__}.Spy", "TRAIN.EPOCHS=1")
+    for is_wanted in (False, True):
+        MODES.clear()
+        run(*PLAIN, *options, f"TRAIN.DETERMINISTIC={is_wanted}").ok()
+        workspace = before or (":4096:8" if is_wanted else None)
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == workspace
+        assert {*MODES} == {2 if is_wanted else 1}
+        assert torch.get_deterministic_debug_mode() == 1
 
 
 @pytest.mark.e2e
 @pytest.mark.distributed
 def test_no_rank_has_the_stream_of_another_seed(torchrun, tmp_path):
     spy = (*PLAIN, f"MODEL._target_={__name__}.Spy", f"MODEL.folder={tmp_path}", "TRAIN.EPOCHS=1")
-    assert torchrun(2, *spy, "EXPERIMENT.SEED=5").code == 0
+    torchrun(2, *spy, "EXPERIMENT.SEED=5").ok()
     first, second = ((tmp_path / rank).read_text() for rank in "01")
     assert first == "5"
     assert "6" != second == str(derive_seed(5, 1))

@@ -2,17 +2,14 @@
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import threading
-from contextlib import contextmanager
-from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from linnaeus.runtime import run_folder
-from linnaeus.runtime.errors import CheckpointError, ConfigError
+from linnaeus.runtime.errors import CheckpointError
 from linnaeus.runtime.run_folder import (
     CLAIMS,
     DEAD_S,
@@ -35,11 +32,7 @@ from linnaeus.runtime.run_folder import (
 )
 from tests.helpers import forks
 from tests.helpers.run_files import names
-
-
-def run_of(folder):
-    content = json.loads((folder / RUN).read_text())
-    return content
+from tests.helpers.threads import together
 
 
 def taken_and_left(folder):
@@ -51,14 +44,13 @@ def taken_and_left(folder):
 
 def test_what_is_no_earlier_run_is_used_as_it_is(tmp_path):
     """An empty folder, the logs of a start that failed, a group of other runs."""
-    for number, file in enumerate((None, "logs/rank0.log", "one/config.yaml")):
-        folder = tmp_path / "runs" / str(number)
+    folder = tmp_path / "runs/r1"
+    for inner, file in (("logs", "rank0.log"), ("one", "config.yaml")):
         assert taken_and_left(folder) is None
-        if file is not None:
-            (folder / file).parent.mkdir(exist_ok=True)
-            (folder / file).touch()
-        assert taken_and_left(folder) is None
-        assert names(folder) == ({Path(file).parts[0]} if file is not None else set())
+        (folder / inner).mkdir()
+        (folder / inner / file).touch()
+    assert taken_and_left(folder) is None
+    assert names(folder) == {"logs", "one"}
 
 
 def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path):
@@ -73,14 +65,6 @@ def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path):
     assert taken_and_left(tmp_path / "0.1") == tmp_path / "0.1.1"
 
 
-@pytest.mark.parametrize("name", ["file", "file/digits", "nowhere"])
-def test_a_folder_that_cannot_be_made_is_named(tmp_path, name):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "nowhere").symlink_to("/proc/nowhere")
-    with pytest.raises(ConfigError, match=f"EXPERIMENT.OUTPUT_DIR.*{name}"):
-        claim_run_folder(tmp_path / name)
-
-
 @pytest.fixture
 def folder(tmp_path):
     path = tmp_path / "r1"
@@ -91,9 +75,7 @@ def folder(tmp_path):
 
 def test_a_folder_in_use_is_refused_and_says_who_uses_it(folder):
     claim = Claim(folder)
-    with pytest.raises(
-        FolderInUseError, match=f"EXPERIMENT.NAME: {folder} .*{os.getpid()}.*{socket.gethostname()}"
-    ):
+    with pytest.raises(FolderInUseError):
         Claim(folder)
     assert read_state(folder).status == "running"
     claim.release()
@@ -101,52 +83,32 @@ def test_a_folder_in_use_is_refused_and_says_who_uses_it(folder):
     Claim(folder).release()  # the negative control
 
 
-def test_a_claim_goes_from_the_old_folder_to_the_new_one(folder):
-    aside, claim = move_aside(Claim(folder))
-    assert aside == folder.with_name("r1.1")
-    Claim(aside).release()
-    with pytest.raises(FolderInUseError):
-        Claim(folder)
-    claim.release()
+@pytest.fixture
+def other():
+    """Another process, which ends when its input is closed."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        yield process
 
 
-@contextmanager
-def other_process(folder):
-    """A process that has the folder; it is killed at the end."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
+def test_a_dead_process_loses_its_claim_and_the_run_keeps_its_id(tmp_path, other):
+    folder = tmp_path / "r1"
+    with patch("os.getpid", return_value=other.pid):
         claim = Claim(folder)
         claim.begin()
-        os.write(writer, b"x")
-        signal.pause()
-    os.read(reader, 1)
-    try:
-        yield child
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(reader)
-        os.close(writer)
-
-
-def test_a_killed_process_loses_its_claim_and_the_run_keeps_its_id(tmp_path):
-    folder = tmp_path / "r1"
-    with other_process(folder) as pid:
-        with pytest.raises(FolderInUseError, match=str(pid)):
-            Claim(folder)
-        found = run_of(folder)["id"]
+    with pytest.raises(FolderInUseError, match=str(other.pid)):
+        Claim(folder)
+    found = claim.id
+    other.communicate()
     state = read_state(folder)
     assert (state.status, state.exit_code, state.seconds) == ("interrupted", None, None)
-    assert state.holder is not None
-    assert state.holder.pid == pid
-    claim = Claim(folder)
-    assert claim.id == found
-    claim.begin()
-    claim.end(0)
-    claim.release()
-    (folder / "result.json").touch()
-    assert read_state(folder).status == "finished"
+    assert state.holder.pid == other.pid
+    for seconds in (0.0, state.seconds or 0.0):
+        claim = Claim(folder)
+        assert claim.id == found
+        claim.begin()
+        claim.end(130)
+        claim.release()
+        assert read_state(folder).seconds > seconds, "they are summed"
 
 
 def test_a_run_shares_the_claim_of_its_worker(folder, monkeypatch):
@@ -167,12 +129,10 @@ def test_a_run_shares_the_claim_of_its_worker(folder, monkeypatch):
     Claim(folder).release()
 
 
-def test_a_run_keeps_the_folder_when_its_worker_dies(folder):
-    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    worker = Claim(folder)
-    path = folder / CLAIMS / "1"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": process.pid}))
-    process.communicate()
+def test_a_run_keeps_the_folder_when_its_worker_dies(folder, other):
+    with patch("os.getpid", return_value=other.pid):
+        worker = Claim(folder)
+    other.communicate()
     run = Claim(folder, worker.token)
     run.begin()
     with pytest.raises(FolderInUseError, match=f"process {os.getpid()}"):
@@ -185,11 +145,27 @@ def test_a_run_keeps_the_folder_when_its_worker_dies(folder):
 def elsewhere(folder, age_s, **changes):
     """Let a process of another machine have the folder; `age_s` seconds ago it has touched its claim."""
     (folder / CLAIMS).mkdir(exist_ok=True)
-    holder = {**vars(Holder.this_process()), "host": "elsewhere", "boot": "other", **changes}
     path = folder / CLAIMS / "7"
+    holder = vars(Holder.this_process()) | {"host": "elsewhere", "boot": "other"} | changes
     path.write_text(json.dumps(holder))
-    now = path.stat().st_mtime
-    os.utime(path, (now - age_s, now - age_s))
+    touched = path.stat().st_mtime - age_s
+    os.utime(path, (touched, touched))
+
+
+def test_of_several_that_see_a_dead_holder_one_takes_the_folder(folder):
+    start = threading.Barrier(4)
+
+    def take():
+        start.wait()
+        try:
+            return Claim(folder)
+        except FolderInUseError:
+            return None
+
+    for _ in range(5):
+        elsewhere(folder, DEAD_S + 60)
+        [winner] = filter(None, together(*[take] * 4))
+        winner.release()
 
 
 def test_a_process_of_another_machine_lives_as_long_as_it_touches_its_claim(folder):
@@ -203,9 +179,9 @@ def test_a_process_of_another_machine_lives_as_long_as_it_touches_its_claim(fold
 
 @pytest.mark.parametrize("name", [RESTART_TOKEN, "TORCHELASTIC_RUN_ID"])
 def test_a_restarted_container_takes_its_run_over_at_once(folder, monkeypatch, name):
-    elsewhere(folder, 1, restart_token="job 7")
-    for other in ("job 8", "none", ""):
-        monkeypatch.setenv(name, other)
+    for old, new in (("", "none"), ("", ""), ("job 7", "job 8")):
+        elsewhere(folder, 1, restart_token=old)
+        monkeypatch.setenv(name, new)
         with pytest.raises(FolderInUseError, match=f"in {DEAD_S - 1:.0f} s"):
             claim_run_folder(folder, resumes=True)
     monkeypatch.setenv(name, "job 7")
@@ -217,14 +193,6 @@ def test_a_restarted_container_takes_its_run_over_at_once(folder, monkeypatch, n
     with pytest.raises(FolderInUseError):  # on this machine the process itself is looked for
         claim_run_folder(folder, resumes=True)
     claim.release()
-
-
-@pytest.mark.parametrize("token", ["none", ""])
-def test_processes_without_a_restart_token_have_none_in_common(folder, monkeypatch, token):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", token)
-    elsewhere(folder, 1)
-    with pytest.raises(FolderInUseError):
-        claim_run_folder(folder, resumes=True)
 
 
 def test_a_job_that_is_not_in_the_queue_has_nothing(folder, monkeypatch):
@@ -261,35 +229,6 @@ def test_slurm_is_asked_once_and_without_an_answer_a_job_lives(tmp_path, monkeyp
     assert is_queued("8", now=True)
 
 
-def test_of_several_that_see_a_dead_holder_one_takes_the_folder(tmp_path):
-    """Each winner dies without giving its claim back, and the others try again."""
-    folder = tmp_path / "r1"
-    for _ in range(3):
-        reader, writer = os.pipe()
-        barrier, go = os.pipe()
-        children = []
-        for _ in range(4):
-            child = os.fork()
-            if child == 0:
-                os.close(go)
-                os.read(barrier, 1)
-                try:
-                    Claim(folder)
-                    os.write(writer, b"w")
-                    signal.pause()
-                except FolderInUseError:
-                    os.write(writer, b"l")
-                    os._exit(0)
-            children.append(child)
-        os.close(go)  # all at once
-        assert sorted(os.read(reader, 1) for _ in children) == [b"l", b"l", b"l", b"w"]
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        for descriptor in (reader, writer, barrier):
-            os.close(descriptor)
-
-
 def test_a_file_system_without_links_or_locks_is_used(folder, monkeypatch):
     def fail(*_):
         raise PermissionError
@@ -301,32 +240,6 @@ def test_a_file_system_without_links_or_locks_is_used(folder, monkeypatch):
         Claim(folder)
     claim.release()
     Claim(folder).release()
-
-
-def test_a_link_that_a_file_system_asks_for_twice_is_made(folder, monkeypatch):
-    link = os.link
-
-    def made_and_refused(*paths):
-        link(*paths)
-        raise FileExistsError
-
-    monkeypatch.setattr(os, "link", made_and_refused)
-    claim = Claim(folder)
-    with pytest.raises(FolderInUseError):
-        Claim(folder)
-    claim.release()
-
-
-def test_the_seconds_of_a_run_are_summed(folder):
-    seconds = 0.0
-    for code in (130, 0):
-        claim = Claim(folder)
-        claim.begin()
-        assert run_of(folder)["seconds"] == (seconds or None)
-        claim.end(code)
-        claim.release()
-        assert run_of(folder)["seconds"] > seconds
-        seconds = run_of(folder)["seconds"]
 
 
 def test_the_last_line_is_the_run_s_own(tmp_path):
@@ -365,7 +278,7 @@ def test_a_run_that_has_lost_its_folder_writes_nothing_more(folder, how):
     claim.release()
     assert names(folder.parent) == before
     if how == "replaced":
-        assert run_of(folder)["id"] != claim.id
+        assert json.loads((folder / RUN).read_text())["id"] != claim.id
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_both_ids(folder):
@@ -384,7 +297,6 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_ids(folder):
     ("code", "pruned", "expected"),
     [
         (0, False, "finished"),
-        (130, False, "interrupted"),
         (143, False, "interrupted"),
         (143, True, "pruned"),
         (1, False, "failed"),
