@@ -77,8 +77,8 @@ def test_a_sweep_goes_on_through_preemption_time_limits_and_a_restart_of_the_con
 
     local = Shell(slurm, tmp_path, *SWEEP, "EXPERIMENT.NAME=here", "--jobs", "2")
     assert local.end() == 0, local.log.read_text()
-    assert [entry["metrics"] for entry in figures(sweep)] == [
-        entry["metrics"] for entry in figures(tmp_path / "runs/here")
+    assert [entry["curve"] for entry in figures(sweep)] == [
+        entry["curve"] for entry in figures(tmp_path / "runs/here")
     ]
     assert all(validations_of(folder) == [12, 24, 36, 48] for folder in folders)
     assert table(again.log.read_text()) == table(local.log.read_text()) != []
