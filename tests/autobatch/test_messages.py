@@ -1,5 +1,6 @@
 """What a search says: its errors, warnings, lines, and the sentence about its result."""
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -202,6 +203,7 @@ def summaries():
         yield limit, summary(result(trial(16), mode="val", limited_by=limit, **proof))
     steps = result(trial(8), trial(16), limited_by="steps_per_epoch", **proof)
     yield "steps_per_epoch", summary(steps)
+    yield "and the largest", summary(dataclasses.replace(steps, max_batch_size=512))
     yield "throughput", summary(result(limited_by="throughput", total_is_limit=True, **proof))
 
 

@@ -183,6 +183,16 @@ def test_accumulation_does_not_hide_the_optimizers_state(num_steps):
     assert model.weight.grad is None
 
 
+def test_an_optimizer_of_sparse_gradients_is_left_alone():
+    model = nn.Embedding(1000, 2048, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    step = torch.no_grad()(model)
+    runner = make_runner(
+        step, lambda size: torch.randint(1000, (size,)), model, optimizer, training=False
+    )
+    assert runner(1000) - runner.memory.in_use() >= 1000 * 8 * 1024
+
+
 # -- validation
 
 

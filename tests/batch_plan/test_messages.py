@@ -37,6 +37,7 @@ ERRORS = {
     "no first size": (FACTS, grow(FIRST=None)),
     "first size above what fits": (FACTS, grow(None, FIRST=65)),
     "a schedule longer than the run": (FACTS, grow(LENGTH=12)),
+    "a schedule in a run of one epoch": (FACTS, grow() | {"EPOCHS": 1}),
     "no length in steps": (FACTS, grow(UNIT="steps")),
     "more steps than the run has": (FEW, grow(UNIT="steps", LENGTH=9999)),
     "no milestone": (FACTS, milestones()),
