@@ -1,0 +1,145 @@
+"""A job on two machines: network namespaces with a cable between them and host names of their own."""
+
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import SMALL, assert_same_bits, wait_until, weights
+from tests.helpers.small_runs import lines_of
+
+NAMES = ("first", "second")
+ADDRESSES = ("10.200.0.1", "10.200.0.2")
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+def run(*command):
+    subprocess.run(command, check=True, capture_output=True)
+
+
+class Machines:
+    """Two hosts that share a file system, as those of a cluster do."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.spaces = [f"linnaeus-{os.getpid()}-{name}" for name in NAMES]
+        self.hosts = [Path("/etc/netns", space) for space in self.spaces]
+        self.logs = [folder / f"{name}.txt" for name in NAMES]
+        self.processes = []
+
+    def connect(self):
+        for space, folder in zip(self.spaces, self.hosts, strict=True):
+            run("ip", "netns", "add", space)
+            folder.mkdir(parents=True)
+            known = zip(("127.0.0.1", *ADDRESSES), ("localhost", *NAMES), strict=True)
+            (folder / "hosts").write_text("".join(f"{ip} {name}\n" for ip, name in known))
+        ends = [("name", "eth0", "netns", space) for space in self.spaces]
+        run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        for space, address in zip(self.spaces, ADDRESSES, strict=True):
+            for command in (
+                ("address", "add", f"{address}/24", "dev", "eth0"),
+                ("link", "set", "eth0", "up"),
+                ("link", "set", "lo", "up"),
+            ):
+                run("ip", "-netns", space, *command)
+
+    def cut(self):
+        run("ip", "-netns", self.spaces[1], "link", "set", "eth0", "down")
+
+    def train(self, *options):
+        """Start the same command on both."""
+        for rank, (name, space) in enumerate(zip(NAMES, self.spaces, strict=True)):
+            torchrun = [
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes=2",
+                    "--nproc_per_node=1",
+                ),
+                *(f"--node_rank={rank}", f"--master_addr={NAMES[0]}", "--master_port=29511"),
+                *("-m", "linnaeus.main", *SMALL, *options),
+            ]
+            named = f'hostname {name} && exec "$@"'
+            with self.logs[rank].open("w") as log:
+                process = psutil.Popen(
+                    [
+                        "ip",
+                        "netns",
+                        "exec",
+                        space,
+                        "unshare",
+                        "--uts",
+                        "sh",
+                        "-c",
+                        named,
+                        "sh",
+                        *torchrun,
+                    ],
+                    cwd=self.folder,
+                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                    stdout=log,
+                    stderr=log,
+                )
+            self.processes.append(process)
+
+    def text(self):
+        return "\n".join(log.read_text() for log in self.logs)
+
+    def end(self):
+        """The exit codes. A process that is left after its torchrun fails the test."""
+        started = {child for each in self.processes for child in each.children(recursive=True)}
+        codes = [process.wait(200) for process in self.processes]
+        _, alive = psutil.wait_procs(started, timeout=60)
+        assert not alive, self.text()
+        return codes
+
+    def remove(self):
+        for process in self.processes:
+            with suppress(psutil.Error):
+                for child in (*process.children(recursive=True), process):
+                    child.kill()
+        for space, folder in zip(self.spaces, self.hosts, strict=True):
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def machines(tmp_path):
+    pair = Machines(tmp_path)
+    try:
+        try:
+            pair.connect()
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"network namespaces cannot be made here: {error}")
+        yield pair
+    finally:
+        pair.remove()
+
+
+def test_two_machines_train_as_one_with_two_ranks_does(machines, torchrun, tmp_path):
+    search = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
+    machines.train(*search)
+    assert machines.end() == [0, 0], machines.text()
+    one = torchrun(2, *SMALL, *search, "EXPERIMENT.NAME=one")
+    assert one.code == 0, one.err
+    runs = tmp_path / "runs"
+    assert_same_bits(weights(runs / "small"), weights(runs / "one"))
+    assert len(lines_of(runs / "small", "val")) == 2
+
+
+def test_a_cut_cable_ends_both_machines_and_names_the_silent_rank(machines, tmp_path):
+    machines.train("TRAIN.EPOCHS=100000", "DIST.TIMEOUT_MINUTES=0.5")
+    lines = tmp_path / "runs/small/metrics.jsonl"
+    wait_until(lambda: lines.exists() and lines.stat().st_size > 0)
+    machines.cut()
+    codes = machines.end()
+    assert all(code not in (0, 2) for code in codes), machines.text()
+    assert any(f"rank {rank}" in machines.text() for rank in (0, 1)), machines.text()
