@@ -6,6 +6,8 @@ import re
 import tomllib
 from importlib.util import find_spec
 
+import pytest
+
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
 
@@ -141,6 +143,7 @@ assert not torch.cuda.is_initialized()
 """
 
 
+@pytest.mark.e2e
 def test_every_module_imports_and_changes_nothing_around_it(tmp_path):
     """Other packages, where installed, are imported first: what they do is not ours."""
     modules = [

@@ -98,6 +98,7 @@ def test_a_run_without_a_key_that_the_server_takes_is_recorded_offline(tmp_path,
     assert [each.exit_code for each in run["exit"]] == [0]
 
 
+@pytest.mark.e2e
 def test_a_mode_from_the_environment_is_respected(tmp_path):
     record(tmp_path, WANDB_MODE="disabled")
     assert not [*tmp_path.glob("logs/wandb/offline-run-*")]

@@ -50,7 +50,8 @@ def test_the_size_holds_in_all_phases_and_leaves_no_trace(factors):
     assert abs(found.batch_size - alone.batch_size) <= 1
     assert find(model, 1).batch_size > 1.5 * found.batch_size
     assert (found.limited_by, found.certified) == ("memory", True)
-    assert len(found.trials) == len(alone.trials) + len(factors) - 1 or factors[0] == 1
+    if factors[0] == 3:
+        assert found.trials[-1].size == found.batch_size, "a smaller phase costs one trial"
     assert model.factor == 1
     assert not hasattr(model, "added")
     assert not any(parameter.requires_grad for parameter in model.parameters())

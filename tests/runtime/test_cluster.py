@@ -199,7 +199,9 @@ def test_a_collective_that_never_ends_tells_what_each_rank_does_and_where_it_is(
     assert re.search(r"odd_ranks.py\W+line \d+ in watch", ended.out), "where it hangs"
 
 
-@pytest.mark.parametrize("is_asked_to_stop", [pytest.param(False, marks=slow), True])
+@pytest.mark.parametrize(
+    "is_asked_to_stop", [pytest.param(False, marks=slow), pytest.param(True, marks=e2e)]
+)
 def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_allowed(
     tmp_path, is_asked_to_stop
 ):

@@ -23,7 +23,7 @@ RESUMABLE = (
     "TRAIN.EPOCHS=4",
 )
 """Four epochs of six steps."""
-pytestmark = pytest.mark.timeout(300)  # whole runs, of which some are quick tests all the same
+pytestmark = pytest.mark.timeout(300)  # whole runs
 
 
 def train(folder, *argv, **env):
@@ -46,6 +46,7 @@ def kill_again_and_again(folder, events, *argv):
     train(folder, *argv).ok()
 
 
+@pytest.mark.e2e
 def test_killed_at_any_event_and_resumed(never_killed, tmp_path):
     """An epoch has 130 events: 96 + 32 samples and some files and phases."""
     moments = random.Random(0)

@@ -209,6 +209,7 @@ def test_optuna_is_asked_for_where_it_is_missing(tmp_path, run, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.e2e
 def test_a_whole_search(run_in_child, tmp_path):
     search = ("--search", "optuna", "--jobs", "2", "--trials", "3")
     outcome = run_in_child("sweep", *TINY, "TRAIN.EPOCHS=2", RATES, *search)

@@ -66,6 +66,7 @@ def times_begun(folder):
     return (folder / OUTPUT).read_text().count("starting fresh")
 
 
+@pytest.mark.e2e
 def test_a_sweep_with_a_run_that_fails(run_in_child, run, tmp_path):
     """The second names what is no class, as only a run can see."""
     key, model = "MODEL._target_", "tests.cli.tiny.Perceptron"

@@ -105,6 +105,7 @@ def whole(tmp_path_factory):
     return folder / "plain"
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failed_run_goes_on_after_its_last_step(
     run_in_child, whole, tmp_path, monkeypatch, fault
@@ -133,6 +134,7 @@ def test_a_failed_run_goes_on_after_its_last_step(
 OWN_OPTIMIZER = ("~OPTIMIZER", f"OPTIMIZER._target_={__name__}.HalfUpdate", "OPTIMIZER.lr=0.1")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("fault", "nan_from", "options"),
     [("update 7", "999", OWN_OPTIMIZER), ("on_step_end 7", "6", ("TRAIN.LOG_EVERY=100",))],

@@ -123,6 +123,7 @@ def ranks(tmp_path_factory):
     return compute(__name__, 2, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.e2e
 @pytest.mark.distributed
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_it_trains_as_in_a_plain_loop(ranks, split):
