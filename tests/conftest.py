@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from linnaeus.main import cli
 from linnaeus.runtime.log import close_logging
-from tests.helpers import forks
-from tests.helpers.forks import ROOT, Outcome
+from tests.helpers import children
+from tests.helpers.children import ROOT, Outcome
 from tests.helpers.messages import Golden
 from tests.helpers.runs import TORCHRUN, freeze_what_is_there
 
@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_setup(item):
     """What a test waits for in vain fails the test, which then shows what it knows, before pytest does."""
     marker = item.get_closest_marker("timeout")
-    forks.limit_s = float(marker.args[0] if marker else item.config.getini("timeout")) - 10
+    children.limit_s = float(marker.args[0] if marker else item.config.getini("timeout")) - 10
 
 
 @pytest.hookimpl(trylast=True)
@@ -165,7 +165,7 @@ def run_in_child(tmp_path):
     """Runs a command line in a process of its own, in an empty folder."""
 
     def run_there(*argv):
-        return forks.python("-m", "linnaeus.main", *argv, cwd=tmp_path)
+        return children.python("-m", "linnaeus.main", *argv, cwd=tmp_path)
 
     return run_there
 
@@ -176,6 +176,6 @@ def torchrun(tmp_path):
 
     def run_there(num_processes, *argv):
         command = [*TORCHRUN, f"--nproc_per_node={num_processes}", "-m", "linnaeus.main", *argv]
-        return forks.python(*command, cwd=tmp_path)
+        return children.python(*command, cwd=tmp_path)
 
     return run_there

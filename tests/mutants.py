@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.helpers.forks import ROOT
+from tests.helpers.children import ROOT
 
 
 class Mutant(NamedTuple):

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.helpers import forks
-from tests.helpers.forks import ROOT
+from tests.helpers import children
+from tests.helpers.children import ROOT
 
 PACKAGE = ROOT / "linnaeus"
 
@@ -117,7 +117,7 @@ def test_the_library_needs_torch_and_psutil_alone(tmp_path):
         {*(modules.get(name, name) for name in needed), "scipy", "pandas", "accelerate"}
     )
     assert {"rich", "omegaconf", "numpy", "timm", "torchvision"} < set(absent)
-    done = forks.python("-c", SEARCH_ALONE, " ".join(absent), cwd=tmp_path)
+    done = children.python("-c", SEARCH_ALONE, " ".join(absent), cwd=tmp_path)
     assert done.code == 1
     assert "linnaeus[train]" in done.err, done.err
     assert "Traceback" not in done.err
@@ -152,4 +152,4 @@ def test_every_module_imports_and_changes_nothing_around_it(tmp_path):
     own = " ".join(map(name_of, modules))
     roots = {name.split(".")[0] for path in modules for name in imports(path)} - {"linnaeus"}
     others = " ".join(name for name in sorted(roots) if find_spec(name) is not None)
-    forks.python("-c", IMPORT_ALL, others, own, cwd=tmp_path).ok()
+    children.python("-c", IMPORT_ALL, others, own, cwd=tmp_path).ok()

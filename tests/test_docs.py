@@ -13,10 +13,10 @@ from PIL import Image
 from linnaeus.config.load import load_config
 from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
-from tests.helpers import forks
+from tests.helpers import children
+from tests.helpers.children import ROOT
 from tests.helpers.datasets import write_image
 from tests.helpers.fashion import write_fashion_mnist
-from tests.helpers.forks import ROOT
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.run_files import write_run
 from tests.helpers.trained import PLAIN, picture, save_run, spec_of
@@ -230,7 +230,7 @@ def test_a_program_works(line, desk):
         words = ["-m", "torch.distributed.run", *smaller(line, desk)]
     else:
         words[0] = ROOT / words[0]
-    forks.python(*words, cwd=desk).ok()
+    children.python(*words, cwd=desk).ok()
 
 
 def printed_by(program):
@@ -274,7 +274,7 @@ def test_the_tutorial_works(tmp_path, run):
     for line in "".join(blocks(TUTORIAL, "bash")).splitlines():
         program, first, *rest = shlex.split(line)
         if program == "python":
-            forks.python(ROOT / first, *rest, "--number=80", cwd=tmp_path).ok()
+            children.python(ROOT / first, *rest, "--number=80", cwd=tmp_path).ok()
         else:
             assert program == "linnaeus"
             run(first, *(re.sub(r"EPOCHS=\d+", "EPOCHS=1", word) for word in rest)).ok()

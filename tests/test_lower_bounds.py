@@ -1,6 +1,6 @@
 import runpy
 
-from tests.helpers.forks import ROOT
+from tests.helpers.children import ROOT
 
 lower_bounds = runpy.run_path(str(ROOT / "tools" / "lower_bounds.py"))["lower_bounds"]
 

@@ -7,8 +7,8 @@ import yaml
 
 from linnaeus import main as program
 from linnaeus.cli import main
-from tests.helpers import forks
-from tests.helpers.forks import ROOT
+from tests.helpers import children
+from tests.helpers.children import ROOT
 
 
 @pytest.mark.parametrize("argv", [["--version"], ["train", "TRAIN.EPOCHS=2", "--version"]])
@@ -43,7 +43,9 @@ def test_scripts_import_from_the_current_folder(script, tmp_path):
     (tmp_path / "mine.py").write_text(
         "open('imported', 'w').close()\nraise ImportError('mine')  # not of Missing"
     )
-    done = forks.python(file, "MODEL._target_=mine.Missing", "EXPERIMENT.DEVICE=cpu", cwd=tmp_path)
+    done = children.python(
+        file, "MODEL._target_=mine.Missing", "EXPERIMENT.DEVICE=cpu", cwd=tmp_path
+    )
     assert (done.code, "mine" in done.err) == (2, True), done.err
     assert (tmp_path / "imported").exists()
 

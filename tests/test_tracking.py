@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
-from tests.helpers import forks
+from tests.helpers import children
 from tests.helpers.runs import wait_until
 
 PROGRAM = """
@@ -41,7 +41,7 @@ def record(folder, **environment):
     with mock.patch.dict(
         os.environ, {**clean, "HOME": f"{folder}/home", **environment}, clear=True
     ):
-        return forks.python("-c", PROGRAM, cwd=folder).ok()
+        return children.python("-c", PROGRAM, cwd=folder).ok()
 
 
 def read(path):

@@ -32,7 +32,7 @@ from textwrap import shorten
 import psutil
 import torch
 
-from tests.helpers import forks
+from tests.helpers import children
 from tests.helpers.odd_ranks import JOB, KINDS, PLACES
 from tests.helpers.runs import weights
 
@@ -49,7 +49,6 @@ class Job:
         folder: Path,
         *options: str,
         ranks: int = 2,
-        forked: bool = True,
         module: str = "",
         **env: str,
     ) -> None:
@@ -67,8 +66,8 @@ class Job:
         ]
         environment = {"PYTHONPATH": str(ROOT), "CI": "true", "OMP_NUM_THREADS": "1", **env}
         with self.log.open("w") as log:
-            self.torchrun = forks.start(
-                command, cwd=folder, env=environment, stdout=log, stderr=log, children_fork=forked
+            self.torchrun = children.start(
+                command, cwd=folder, env=environment, stdout=log, stderr=log
             )
 
     def ranks(self) -> list[psutil.Process]:
@@ -138,7 +137,7 @@ def show(name: str, *options: str, **env: str) -> None:
 def show_start(signal_name: str) -> None:
     """Send a signal to a torchrun whose ranks import torch, and print how long the ranks live."""
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), forked=False, module="linnaeus.main")
+        job = Job(Path(folder), module="linnaeus.main")
 
         def imports() -> bool:
             with suppress(psutil.Error):
@@ -173,14 +172,12 @@ def show_random(count: int, num_ranks: int) -> None:
         job = Job(Path(folder), ranks=num_ranks)
         assert job.end() == 0, job.log.read_text()
         duration_s, expected = time.monotonic() - began, weights(Path(folder, "runs/small"))
-    for number in range(count):
+    for _ in range(count):
         name = chance.choice(("SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1", "SIGSTOP"))
         target, moment_s = chance.randrange(-1, num_ranks), chance.uniform(0, 1.2 * duration_s)
         with tempfile.TemporaryDirectory() as folder:
             # A rank that is stopped before its first heartbeat is waited for as one that starts late.
-            job = Job(
-                Path(folder), "DIST.START_MINUTES=0.5", ranks=num_ranks, forked=number % 2 == 0
-            )
+            job = Job(Path(folder), "DIST.START_MINUTES=0.5", ranks=num_ranks)
             job.wait(job.has_ended, limit_s=moment_s)
             ranks = job.ranks()
             if target == -1 and name != "SIGSTOP":

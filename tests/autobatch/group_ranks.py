@@ -37,7 +37,7 @@ from linnaeus.runtime.errors import AutoBatchError
 from linnaeus.size_search.searches import find_sizes
 from linnaeus.utils.autobatch import auto_find_batch_size
 from tests.autobatch.faulty import TINY
-from tests.helpers import forks
+from tests.helpers import children
 from tests.helpers.greedy import allocate_too_much
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import freeze_what_is_there, wait_until
@@ -636,7 +636,7 @@ def work(rank, folder):
 
 def join(rank, num_ranks, folder):
     """Join the process group, over a store that rank 0 serves."""
-    port, wait = folder / "port", datetime.timedelta(seconds=forks.limit_s)
+    port, wait = folder / "port", datetime.timedelta(seconds=children.limit_s)
     if rank == 0:
         store = dist.TCPStore("localhost", 0, num_ranks, is_master=True, wait_for_workers=False)
         (folder / "new").write_text(str(store.port))

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.autobatch.group_ranks import BODIES
-from tests.helpers import forks
-from tests.helpers.forks import ROOT
+from tests.helpers import children
+from tests.helpers.children import ROOT
 from tests.helpers.processes import compute
 from tests.helpers.runs import wait_until
 
@@ -41,7 +41,7 @@ def ranks_that_run(call, folder):
     program = f"import {PROGRAM} as p, pathlib; p.{call}"
     with (folder / "log.txt").open("w") as log:
         return [
-            forks.start(
+            children.start(
                 ["-c", program.format(rank)],
                 cwd=folder,
                 env={"PYTHONPATH": str(ROOT)},
@@ -59,7 +59,7 @@ def test_a_rank_in_a_collective_that_never_ends_is_ended(tmp_path):
         assert ranks[0].poll() is None
         wait_until(lambda: (tmp_path / "error.txt").exists())
         assert ranks[1].poll() is None, "it does not end the other one by its own end"
-        assert [rank.wait(forks.limit_s) for rank in ranks] == [1, 0]
+        assert [rank.wait(children.limit_s) for rank in ranks] == [1, 0]
     finally:
         for rank in ranks:
             rank.kill()
@@ -73,9 +73,9 @@ def test_a_killed_rank_ends_the_other_with_the_cause(tmp_path, dead, joint):
     ranks = ranks_that_run(call, tmp_path)
     try:
         files = (tmp_path / "log.txt", tmp_path / "error.json")
-        code = ranks[dead].wait(forks.limit_s)
+        code = ranks[dead].wait(children.limit_s)
         assert code == -9, [file.read_text() for file in files if file.exists()]
-        ranks[1 - dead].wait(forks.limit_s)
+        ranks[1 - dead].wait(children.limit_s)
     finally:
         for rank in ranks:
             rank.kill()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers.forks import ROOT
+from tests.helpers.children import ROOT
 
 CODE = "from linnaeus.main import console; raise SystemExit(console())"
 

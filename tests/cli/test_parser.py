@@ -13,7 +13,7 @@ import pytest
 
 from linnaeus.cli.main import COMMANDS, WITH_TORCHRUN, cli, part_of
 from linnaeus.runtime.errors import ConfigError
-from tests.helpers.forks import ROOT
+from tests.helpers.children import ROOT
 
 EXPERIMENT = "DATA: {DATASET: {NAME: synthetic}}\n"
 

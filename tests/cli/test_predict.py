@@ -15,8 +15,8 @@ import torch
 
 from linnaeus.cli import predict
 from linnaeus.inference.trained import load_run
-from tests.helpers import forks
-from tests.helpers.forks import ROOT
+from tests.helpers import children
+from tests.helpers.children import ROOT
 from tests.helpers.runs import wait_until
 from tests.helpers.trained import save_run, spec_of, write_images
 
@@ -125,7 +125,7 @@ def test_an_interruption_keeps_what_is_done(desk, number):
         return any(path.stat().st_size > 1000 for path in desk.glob("out.json.partial"))
 
     with (desk / "log").open("w") as log:
-        process = forks.start(
+        process = children.start(
             ["-c", code], cwd=desk, env={"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log
         )
         with pipe.open("w") as lines:
@@ -146,7 +146,7 @@ def test_a_reader_that_has_gone_is_no_traceback(desk):
         "import os; from linnaeus.main import cli; r, w = os.pipe(); os.close(r); os.dup2(w, 1); "
         "raise SystemExit(cli(['predict', 'runs/birds', 'photos', '--device', 'cpu']))"
     )
-    outcome = forks.python("-c", command, cwd=desk, env={"PYTHONPATH": str(ROOT)})
+    outcome = children.python("-c", command, cwd=desk, env={"PYTHONPATH": str(ROOT)})
     assert outcome.code == predict.PIPE_CLOSED
     assert "Broken" not in outcome.err
 

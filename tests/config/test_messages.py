@@ -10,8 +10,8 @@ from linnaeus.cli.train import read
 from linnaeus.config.instantiate import call_target
 from linnaeus.config.load import load_config
 from linnaeus.runtime.errors import ConfigError
+from tests.helpers.children import ROOT
 from tests.helpers.configs import write
-from tests.helpers.forks import ROOT
 from tests.helpers.messages import error_of
 
 COMMAND_LINES = """

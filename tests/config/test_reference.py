@@ -2,7 +2,7 @@
 
 import runpy
 
-from tests.helpers.forks import ROOT
+from tests.helpers.children import ROOT
 
 
 def test_the_page_holds_the_table_of_this_schema():

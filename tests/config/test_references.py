@@ -10,7 +10,7 @@ import pytest
 
 from linnaeus.cli.train import read
 from linnaeus.runtime.errors import ConfigError
-from tests.helpers.forks import ROOT
+from tests.helpers.children import ROOT
 
 MISTAKES = {
     "TRAIN.AMP=x": "TRAIN.AMP",

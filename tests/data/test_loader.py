@@ -21,7 +21,7 @@ from linnaeus.data.user_dataset import UserDataset
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import DataError
 from linnaeus.runtime.rng import derive_seed, seed_generators
-from tests.helpers import forks
+from tests.helpers import children
 from tests.helpers.layouts import build
 from tests.helpers.runs import wait_until
 from tests.helpers.small_runs import PLAIN
@@ -309,18 +309,16 @@ def test_interrupted_processes_end_quietly(tmp_path):
     argv = ["-W", "error", "-m", "linnaeus.main", *PLAIN]
     argv += ["DATA.NUM_WORKERS=2", "TRAIN.EPOCHS=100000"]
     with log.open("w") as file:
-        process = forks.start(
+        process = children.start(
             argv,
             cwd=tmp_path,
-            env={"PYTHONPATH": str(forks.ROOT)},
             stdout=file,
             stderr=file,
-            finalize=True,
             new_session=True,  # Ctrl-C reaches all processes of the terminal's group, workers too
         )
     wait_until((tmp_path / "runs/plain/metrics.jsonl").exists, process, log)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(forks.limit_s) == 130
+    assert process.wait(children.limit_s) == 130
     assert not re.search("Traceback|Exception|Error|Warning", log.read_text())
 
 

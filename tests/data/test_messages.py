@@ -19,8 +19,8 @@ from linnaeus.inference.evaluation_data import (
     build_evaluation_data,
 )
 from tests.helpers import datasets
+from tests.helpers.children import ROOT
 from tests.helpers.datasets import write_image
-from tests.helpers.forks import ROOT
 from tests.helpers.messages import error_and_code_of
 
 

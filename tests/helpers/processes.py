@@ -9,8 +9,8 @@ import torch.distributed as torch_dist
 
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.runtime.distributed import World
-from tests.helpers import forks
-from tests.helpers.forks import ROOT
+from tests.helpers import children
+from tests.helpers.children import ROOT
 
 
 def compute(module, num_ranks, folder):
@@ -20,11 +20,11 @@ def compute(module, num_ranks, folder):
     with log.open("w") as output:
         commands = [["-c", program.format(module, rank, str(folder))] for rank in range(num_ranks)]
         processes = [
-            forks.start(command, cwd=ROOT, stdout=output, stderr=output) for command in commands
+            children.start(command, cwd=ROOT, stdout=output, stderr=output) for command in commands
         ]
         with suppress(subprocess.TimeoutExpired):
             for process in processes:
-                process.wait(forks.limit_s)
+                process.wait(children.limit_s)
         codes = [process.poll() for process in processes]
     assert codes == [0] * num_ranks, log.read_text()
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(num_ranks)]

@@ -5,7 +5,7 @@ import socket
 import time
 from contextlib import ExitStack
 
-from tests.helpers import forks
+from tests.helpers import children
 
 SMALL = (
     "MODEL.NAME=test_resnet",
@@ -38,11 +38,11 @@ def wait_until(
 ):
     """Wait for a condition; fail with the log's text when it does not come, or the process has ended.
 
-    It waits for `limit_s`, by default that of `forks`.
+    It waits for `limit_s`, by default that of `children`.
 
     It looks again and again: a file, a record or a status cannot wake anybody.
     """
-    deadline = time.monotonic() + (forks.limit_s if limit_s is None else limit_s)
+    deadline = time.monotonic() + (children.limit_s if limit_s is None else limit_s)
     while not condition():
         ended = process is not None and process.poll() is not None
         if ended and condition():

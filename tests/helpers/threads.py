@@ -3,7 +3,7 @@
 import threading
 from concurrent import futures
 
-from tests.helpers import forks
+from tests.helpers import children
 
 
 def together(*functions):
@@ -13,7 +13,7 @@ def together(*functions):
 
     Raises:
         BaseException: the first that a function raises.
-        AssertionError: a function does not return within `forks.limit_s`.
+        AssertionError: a function does not return within `children.limit_s`.
     """
 
     def call(function, result):
@@ -25,8 +25,8 @@ def together(*functions):
     results = [futures.Future() for _ in functions]
     for pair in zip(functions, results, strict=True):
         threading.Thread(target=call, args=pair, daemon=True).start()
-    done, late = futures.wait(results, forks.limit_s, futures.FIRST_EXCEPTION)
+    done, late = futures.wait(results, children.limit_s, futures.FIRST_EXCEPTION)
     for result in done:
         result.result()
-    assert not late, f"{len(late)} functions have not returned within {forks.limit_s} s"
+    assert not late, f"{len(late)} functions have not returned within {children.limit_s} s"
     return [result.result() for result in results]

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("accelerate")
 
-from tests.helpers import forks
-from tests.helpers.forks import ROOT
+from tests.helpers import children
+from tests.helpers.children import ROOT
 from tests.helpers.ledger import held_bytes
 from tests.helpers.processes import compute
 
@@ -78,7 +78,7 @@ def test_the_example_learns_with_the_size_that_it_finds(tmp_path):
         "--memory-limit-gb",
         limit,
     )
-    done = forks.python(*argv, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    done = children.python(*argv, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert [line.split()[0] for line in lines] == ["epoch", "epoch", "trained"]

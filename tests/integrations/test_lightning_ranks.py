@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from tests.helpers.forks import ROOT
+from tests.helpers.children import ROOT
 from tests.helpers.processes import compute
 from tests.helpers.runs import free_ports
 

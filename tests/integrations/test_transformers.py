@@ -16,7 +16,7 @@ from linnaeus.integrations.transformers import autobatch, size_in_checkpoint, tr
 from linnaeus.integrations.transformers.data import trial_data
 from linnaeus.runtime.errors import AutoBatchError
 from tests.helpers.bits import bits, differences
-from tests.helpers.forks import ROOT
+from tests.helpers.children import ROOT
 from tests.helpers.ledger import Ledger, limit_with_room_for, room
 from tests.helpers.processes import compute
 from tests.integrations import hugging

@@ -13,7 +13,7 @@ from torch import nn
 from linnaeus.autobatch.memory import host
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.memory.host import CpuMemory, status_bytes
-from tests.helpers import forks
+from tests.helpers import children
 from tests.helpers.ledger import resident_bytes
 from tests.memory.conftest import CPU, MACHINE, MIB, on_linux
 
@@ -134,7 +134,7 @@ print(memory.in_use(), resident_bytes())
 
 def test_what_the_process_held_before_counts_as_the_system_does(tmp_path):
     """Tensors, and objects of Python that are loaded between two searches."""
-    done = forks.python("-c", HELD_AND_RESIDENT, cwd=tmp_path)
+    done = children.python("-c", HELD_AND_RESIDENT, cwd=tmp_path)
     assert done.code == 0, done.err
     held, resident = zip(*(map(int, line.split()) for line in done.out.splitlines()), strict=True)
     assert held == pytest.approx(resident, abs=NOISE)
@@ -190,7 +190,7 @@ print(freed_mib())
 
 def test_freed_blocks_return_to_the_system_in_trials_alone(tmp_path):
     """Gaps between blocks would make two trials of a size peak differently. Training uses them again."""
-    done = forks.python("-c", FREED, cwd=tmp_path)
+    done = children.python("-c", FREED, cwd=tmp_path)
     in_trial, in_training = map(float, done.out.split())
     assert in_trial == pytest.approx(100, abs=8)
     assert in_training < 50

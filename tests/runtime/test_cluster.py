@@ -16,8 +16,8 @@ from linnaeus.runtime.distributed import World, join
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.signals import StopRequest
 from linnaeus.training import stop
-from tests.helpers import forks
-from tests.helpers.forks import Outcome
+from tests.helpers import children
+from tests.helpers.children import Outcome
 from tests.helpers.odd_ranks import JOB, KINDS, PLACES
 from tests.helpers.runs import assert_same_bits, free_ports, wait_until, weights
 from tests.helpers.small_runs import lines_of
@@ -35,7 +35,7 @@ class Ranks:
         command = ["-m", "torch.distributed.run", *options, "-m", "tests.helpers.odd_ranks", *argv]
         with self.log.open("w") as log:
             env = {"QUICK_BEATS": "1", **env}
-            self.process = forks.start(command, cwd=folder, env=env, stdout=log, stderr=log)
+            self.process = children.start(command, cwd=folder, env=env, stdout=log, stderr=log)
 
     def children(self):
         with suppress(psutil.Error):
@@ -56,7 +56,7 @@ class Ranks:
 
         try:
             wait_until(has_ended, log=self.log, limit_s=200)
-            _, alive = psutil.wait_procs(seen, timeout=forks.limit_s)
+            _, alive = psutil.wait_procs(seen, timeout=children.limit_s)
             assert not alive, f"{alive} are left: {self.log.read_text()}"
         finally:
             self.process.kill()
@@ -168,7 +168,7 @@ def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(tmp_path, num
     job.wait_for("runs/small/checkpoints/last.pt")
     ranks = job.children()
     job.process.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=forks.limit_s)
+    _, alive = psutil.wait_procs(ranks, timeout=children.limit_s)
     assert not alive, job.log.read_text()
     assert "SIGTERM" in job.log.read_text()
 
@@ -210,7 +210,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_allowed(
         socket.create_server(("127.0.0.1", 0)) as listener,
         (tmp_path / "log.txt").open("w") as log,
     ):
-        listener.settimeout(forks.limit_s)
+        listener.settimeout(children.limit_s)
         minutes = 30 if is_asked_to_stop else 0.001
         env = {
             "RANK": "1",
@@ -220,11 +220,11 @@ def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_allowed(
             "TORCHELASTIC_ERROR_FILE": f"{tmp_path}/error",
         }
         command = ["-m", "linnaeus.main", *JOB, f"DIST.START_MINUTES={minutes}"]
-        rank = forks.start(command, cwd=tmp_path, env=env, stdout=log, stderr=log)
+        rank = children.start(command, cwd=tmp_path, env=env, stdout=log, stderr=log)
         with listener.accept()[0]:
             if is_asked_to_stop:
                 rank.send_signal(signal.SIGTERM)
-            code = rank.wait(forks.limit_s)
+            code = rank.wait(children.limit_s)
     told = json.loads((tmp_path / "error").read_text())["message"]["message"]
     assert told in (tmp_path / "log.txt").read_text()
     assert code == (143 if is_asked_to_stop else 1)

@@ -19,7 +19,7 @@ from linnaeus.autobatch.ranks.exchange import Failure, JobFailedError, OverdueEr
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.runtime.distributed import Hang, JobControl, agree_on_attempt
 from linnaeus.runtime.errors import LinnaeusError
-from tests.helpers import forks
+from tests.helpers import children
 from tests.helpers.planes import Script, nothing, planes, ranks, script
 from tests.helpers.threads import together
 
@@ -237,7 +237,7 @@ def test_a_thread_looks_until_the_plane_is_left(monkeypatch):
     watching.communicates = True
     with watching, ControlPlane(store, 1, 2) as failing:
         fail(failing)
-        assert has_ended.wait(forks.limit_s)
+        assert has_ended.wait(children.limit_s)
     assert set(threading.enumerate()) <= before
 
 
@@ -252,7 +252,7 @@ def joined(store, num_ranks, late=None):
 
     def one(rank):
         if rank == late:
-            assert has_paused.wait(forks.limit_s)
+            assert has_paused.wait(children.limit_s)
         return agree_on_attempt(store, rank, num_ranks, 30, clock)
 
     return together(*(lambda rank=rank: one(rank) for rank in range(num_ranks)))

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.helpers import forks
+from tests.helpers import children
 from tests.helpers.runs import SMALL
 from tests.helpers.small_runs import assert_same_run, lines_of
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)  # whole runs
 
 def train(folder, *argv, **env):
     """A run that may be killed; see `tests.helpers.odd_ranks`."""
-    return forks.python("-m", "tests.helpers.odd_ranks", *RESUMABLE, *argv, cwd=folder, env=env)
+    return children.python("-m", "tests.helpers.odd_ranks", *RESUMABLE, *argv, cwd=folder, env=env)
 
 
 @pytest.fixture(scope="module")

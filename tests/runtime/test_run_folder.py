@@ -30,7 +30,7 @@ from linnaeus.runtime.run_folder import (
     move_aside,
     read_state,
 )
-from tests.helpers import forks
+from tests.helpers import children
 from tests.helpers.run_files import names
 from tests.helpers.threads import together
 
@@ -319,5 +319,5 @@ def test_a_claim_is_touched(folder, monkeypatch):
     monkeypatch.setattr(run_folder, "BEAT_S", 0.001)
     monkeypatch.setattr(os, "utime", lambda path: touched.set())
     claim = Claim(folder)
-    assert touched.wait(forks.limit_s)
+    assert touched.wait(children.limit_s)
     claim.release()

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.forks import ROOT
+from tests.helpers.children import ROOT
 from tests.helpers.runs import SMALL, assert_same_bits, wait_until, weights
 from tests.helpers.small_runs import lines_of
 

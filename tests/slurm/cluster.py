@@ -21,7 +21,7 @@ from socket import gethostname
 import psutil
 import pytest
 
-from tests.helpers.forks import ROOT, Outcome
+from tests.helpers.children import ROOT, Outcome
 from tests.helpers.runs import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tests.helpers import forks
+from tests.helpers import children
 from tests.helpers.run_files import figures
 from tests.helpers.runs import TORCHRUN, wait_until
 from tests.helpers.small_runs import validations_of
@@ -52,7 +52,7 @@ def test_a_sweep_of_runs_over_two_nodes_each(slurm, tmp_path):
         *words,
         "EXPERIMENT.NAME=alone",
     )
-    outcome = forks.python(*alone, "EXPERIMENT.SEED=0", cwd=tmp_path, env=ENV)
+    outcome = children.python(*alone, "EXPERIMENT.SEED=0", cwd=tmp_path, env=ENV)
     assert outcome.code == 0, outcome.err
     result = json.loads((tmp_path / "runs/alone/result.json").read_text())
     assert result["metrics"] == json.loads((first / "result.json").read_text())["metrics"]

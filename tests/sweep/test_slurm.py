@@ -13,7 +13,7 @@ import pytest
 from linnaeus.runtime.run_folder import read_state
 from linnaeus.sweep import slurm
 from linnaeus.sweep.slurm import problems_with
-from tests.helpers.forks import ROOT
+from tests.helpers.children import ROOT
 from tests.helpers.run_files import figures, planned_sweep
 from tests.sweep.test_worker import TINY
 

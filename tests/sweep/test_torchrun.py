@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from linnaeus.sweep import torchrun
-from tests.helpers import forks
+from tests.helpers import children
 from tests.helpers.runs import wait_until
 
 pytestmark = pytest.mark.distributed
@@ -28,7 +28,7 @@ def run(module, folder, *words):
     (folder / "program.py").write_text(PROGRAM)
     command = ["-m", module, "--standalone", "--nproc-per-node=1", "program.py", *words]
     with (folder / "log.txt").open("w") as log:
-        process = forks.start(command, cwd=folder, stdout=log, stderr=log)
+        process = children.start(command, cwd=folder, stdout=log, stderr=log)
     if words:
         wait_until((folder / "begun").exists, process, folder / "log.txt")
         # Before torchrun sleeps between two looks at its processes, it may lose the signal.

@@ -17,8 +17,8 @@ from linnaeus.runtime.run_folder import CLAIMS, OUTPUT, Claim, Holder, LostFolde
 from linnaeus.sweep.folder import Sweep
 from linnaeus.sweep.worker import Child
 from tests.cli.tiny import GATE
-from tests.helpers import forks
-from tests.helpers.forks import ROOT
+from tests.helpers import children
+from tests.helpers.children import ROOT
 from tests.helpers.run_files import figures, planned_sweep, write_run
 from tests.helpers.runs import wait_until
 from tests.helpers.small_runs import validations_of
@@ -38,7 +38,7 @@ GATED = (*TINY, "DATA.DATASET._target_=tests.cli.tiny.Gated", "DATA.BATCH_SIZE=8
 
 def start(folder, *argv):
     with (folder / "shell.txt").open("a") as log:
-        return forks.start(
+        return children.start(
             ["-m", "linnaeus.main", *argv],
             cwd=folder,
             env={"PYTHONPATH": str(ROOT)},
@@ -249,9 +249,9 @@ def test_a_sweep_killed_at_random_moments_ends_as_a_calm_one(tmp_path):
     states = [read_state(one).status for one in folder.glob("EXPERIMENT*")]
     assert states.count("finished") < 4, "the sweep was too fast for the kills"
     for each in starts:
-        each.wait(forks.limit_s)
-    assert start(tmp_path, *argv).wait(forks.limit_s) == 0, log_of(tmp_path)
-    assert start(tmp_path, *argv, "EXPERIMENT.NAME=calm").wait(forks.limit_s) == 0
+        each.wait(children.limit_s)
+    assert start(tmp_path, *argv).wait(children.limit_s) == 0, log_of(tmp_path)
+    assert start(tmp_path, *argv, "EXPERIMENT.NAME=calm").wait(children.limit_s) == 0
     assert metrics_of(folder) == metrics_of(tmp_path / "runs/calm")
     for one in folder.glob("EXPERIMENT*"):
         assert len(validations_of(one)) == 200

@@ -25,7 +25,7 @@ from linnaeus.training.checkpoint import (
     load_checkpoint,
 )
 from linnaeus.training.ema import Ema
-from tests.helpers import forks
+from tests.helpers import children
 from tests.helpers.bits import bits
 from tests.helpers.contents import whole
 from tests.helpers.run_files import names
@@ -227,7 +227,7 @@ class Gate:
         self.open = threading.Event()
 
     def __reduce__(self):
-        assert self.open.wait(forks.limit_s)
+        assert self.open.wait(children.limit_s)
         return OrderedDict, ()
 
 
@@ -270,7 +270,7 @@ class Interrupting:
         main = threading.main_thread().ident or 0
         wait_until(lambda: sys._current_frames()[main].f_code is threading.Condition.wait.__code__)
         signal.pthread_kill(main, signal.SIGINT)
-        assert self.handled.wait(forks.limit_s)
+        assert self.handled.wait(children.limit_s)
         return OrderedDict, ()
 
 

@@ -29,8 +29,8 @@ from linnaeus.training.ddp import distribute_batchnorm
 from linnaeus.training.ema import Ema
 from linnaeus.training.sharding import shard
 from tests.helpers.bits import bits
+from tests.helpers.children import ROOT
 from tests.helpers.contents import whole
-from tests.helpers.forks import ROOT
 from tests.helpers.messages import error_of
 from tests.helpers.processes import compute, group_of
 from tests.helpers.runs import SMALL

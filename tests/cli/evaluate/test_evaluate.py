@@ -10,8 +10,8 @@ import torch
 
 from linnaeus.cli.evaluate.options import read
 from linnaeus.main import cli
+from tests.helpers.children import ROOT, python
 from tests.helpers.datasets import write_image
-from tests.helpers.forks import ROOT, python
 from tests.helpers.runs import TORCHRUN
 from tests.helpers.small_runs import lines_of
 

@@ -34,7 +34,7 @@ class Process(subprocess.Popen):
         self.wait()
 
 
-def start(argv, *, cwd, env=None, stdout, stderr, new_session=False, **_):
+def start(argv, *, cwd, env=None, stdout, stderr, new_session=False):
     """Start `python *argv`, with changes to this process's environment and files for its output."""
     return Process(
         [sys.executable, *map(str, argv)],
