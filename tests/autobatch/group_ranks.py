@@ -353,6 +353,37 @@ def backward_of(model):
     return lambda x: model(x.unflatten(1, (-1, 64))).square().mean().backward()
 
 
+def the_hooks_of_a_wrapper_run_in_a_joint_step_and_count(rank):
+    """What the hook of the last rank allocates is in no trial of a rank alone."""
+    sizes = {}
+    for mib_per_sample in (0, 1, 50):
+        calls = []
+        size = 1
+        wrapper = DistributedDataParallel(Residual(64))
+
+        def hook(_, bucket):  # torch compares annotations
+            mib = size * mib_per_sample if rank else 0  # noqa: B023
+            calls.append(torch.ones(mib * MIB // 4).numel())  # noqa: B023
+            return halved_allreduce(None, bucket)
+
+        def step(x):
+            nonlocal size
+            size = len(x)
+            backward_of(wrapper)(x)  # noqa: B023
+
+        if mib_per_sample:
+            wrapper.register_comm_hook(None, hook)
+        found = find(step, 2 * ROOM_MIB, state=(wrapper,), max_batch_size=4).batch_size
+        sizes[mib_per_sample] = found
+        assert len(set(of_all(found))) == 1
+        assert bool(calls) == bool(mib_per_sample)
+        num_calls = len(calls)
+        step(samples(1))
+        assert len(calls) == num_calls + bool(mib_per_sample), "training has its hook again"
+    assert sizes[0] == sizes[1] == 4
+    assert 1 <= sizes[50] < 4
+
+
 def a_wrapper_that_state_does_not_hold_is_refused_by_name(rank):
     model = WithoutUnused()
     wrapper = DistributedDataParallel(model)
@@ -593,6 +624,7 @@ OF_TWO = (
     what_no_rank_can_step_alone_is_refused_by_name,
     training_after_a_search_is_that_without_one,
     without_the_reducer_of_all_ranks_training_differs,
+    the_hooks_of_a_wrapper_run_in_a_joint_step_and_count,
     a_wrapper_that_state_does_not_hold_is_refused_by_name,
     sync_batchnorm_normalises_over_one_rank_in_a_search,
     sharded_training_after_a_search_is_that_without_one,

@@ -72,6 +72,44 @@ def rows(n):
     return torch.randn(n, 8)
 
 
+def test_predict_memory_puts_containers_and_generators_back():
+    layer, generator = nn.Linear(8, 8), torch.Generator().manual_seed(1)
+    layer.seen = []
+    layer.register_forward_hook(lambda module, inputs, _: module.seen.append(inputs[0]))
+    optimizer = torch.optim.Adam(layer.parameters())
+    before = generator.get_state(), bits(layer.state_dict())
+    step = step_of(layer, optimizer)
+
+    def noisy(batch):
+        torch.rand(1, generator=generator)
+        step(batch)
+
+    predict_memory(noisy, rows, state=(layer, optimizer, generator))
+    assert (layer.seen, dict(optimizer.state)) == ([], {})
+    assert torch.equal(generator.get_state(), before[0])
+    assert bits(layer.state_dict()) == before[1]
+    step(rows(2))
+
+
+def test_a_step_writes_to_no_weights_that_it_holds_itself():
+    loop = Loop()
+    held = list(loop.model.parameters())
+
+    def clip(loss):
+        with torch.no_grad():
+            torch._foreach_mul_(held, 2.0)
+            assert torch.neg(torch.ones_like(held[0]), out=held[0]) is held[0]
+            held[1].clamp_(0, 1e-9)
+
+    loop.look = clip
+    before = loop.content()
+    predict_memory(loop.step, loop.make_batch, state=loop.state)
+    assert loop.content() == before
+    with torch.no_grad():
+        clip(torch.ones(1))
+    assert loop.content() != before, "the step would change them"
+
+
 def test_torchscript_is_refused_and_left_whole():
     model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -95,6 +95,14 @@ class Table(nn.Module):
 # -- the peak
 
 
+def test_the_highest_of_all_steps_is_the_peak():
+    sizes = iter([10, 100, 10])
+    runner = make_runner(
+        lambda _: torch.empty(next(sizes) * MIB // 4), samples, num_steps=3, warm=None
+    )
+    assert runner(1) - runner.memory.in_use() == pytest.approx(100 * MIB, abs=NOISE)
+
+
 # -- out of memory
 
 

@@ -1,5 +1,6 @@
 """Soft targets of a teacher: their value, who may teach, resume, ranks, AutoBatch."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -149,15 +150,33 @@ def test_a_timm_model_teaches_where_it_names_the_same_classes(tmp_path, names):
     assert torch.equal(found.soft_targets(images)[0], model.eval()(found.convert(images)))
 
 
+TAUGHT = (
+    *SMALL,
+    "DATA.BATCH_SIZE=32",
+    "TRAIN.EPOCHS=1",
+    "TRAIN.LOG_EVERY=1",
+    "TRAIN.CHECKPOINT_EVERY_STEPS=1",
+    "TRAIN.KEEP_CHECKPOINTS=99",
+    "TRAIN.AUTO_RESUME=True",
+    "MODEL.DROP_RATE=0.2",
+)
+
+
 @pytest.mark.e2e
-def test_a_taught_run_trains_other_weights(run, tmp_path):
-    assert run(*SMALL, "EXPERIMENT.NAME=teacher").code == 0
-    teacher = tmp_path / "runs/teacher"
-    outcome = run(*SMALL, "EXPERIMENT.NAME=taught", f"MODEL.TEACHER={teacher}")
+def test_a_taught_run_resumes_bit_for_bit(run, tmp_path):
+    assert run(*TAUGHT, "EXPERIMENT.NAME=teacher").code == 0
+    teach = (*TAUGHT, f"MODEL.TEACHER={tmp_path / 'runs/teacher'}")
+    outcome = run(*teach, "EXPERIMENT.NAME=whole")
     assert outcome.code == 0, outcome.err
     assert "teacher: " in outcome.out
-    with pytest.raises(AssertionError, match="not equal"):
-        assert_same_bits(weights(tmp_path / "runs/taught"), weights(teacher))
+    whole, resumed = tmp_path / "runs/whole", tmp_path / "runs/resumed"
+    (resumed / "checkpoints").mkdir(parents=True)
+    shutil.copy(whole / "checkpoints/step_00000001.pt", resumed / "checkpoints/last.pt")
+    assert run(*teach, "EXPERIMENT.NAME=resumed").code == 0
+    assert_same_bits(weights(whole), weights(resumed))
+    untaught = weights(tmp_path / "runs/teacher")
+    assert untaught.keys() == weights(whole).keys()
+    assert any(not torch.equal(each, weights(whole)[name]) for name, each in untaught.items())
 
 
 @pytest.mark.e2e
