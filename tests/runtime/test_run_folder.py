@@ -168,7 +168,7 @@ def test_of_several_that_see_a_dead_holder_one_takes_the_folder(folder):
         winner.release()
 
 
-def test_a_process_of_another_machine_lives_as_long_as_it_touches_its_claim(folder):
+def test_a_remote_process_lives_while_it_touches_its_claim(folder):
     elsewhere(folder, 0)
     with pytest.raises(FolderInUseError, match="elsewhere"):
         Claim(folder)
