@@ -143,7 +143,7 @@ def test_a_run_keeps_the_folder_when_its_worker_dies(folder, other):
 
 
 def elsewhere(folder, age_s, **changes):
-    """Let a process of another machine have the folder; `age_s` seconds ago it has touched its claim."""
+    """Let a process of another machine have the folder; it touched its claim `age_s` seconds ago."""
     (folder / CLAIMS).mkdir(exist_ok=True)
     path = folder / CLAIMS / "7"
     holder = vars(Holder.this_process()) | {"host": "elsewhere", "boot": "other"} | changes

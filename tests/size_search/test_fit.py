@@ -134,7 +134,7 @@ def test_a_remedy_is_on_only_where_the_wanted_size_does_not_fit(options, found, 
 
 
 class Uneven(Switchable):
-    """Has much to compute in one of both ways."""
+    """Has much to compute in one of the two ways."""
 
     def __init__(self, num_classes, slow_if_checkpointed):
         super().__init__(num_classes)

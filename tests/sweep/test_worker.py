@@ -118,7 +118,7 @@ def test_a_run_is_refused_in_the_folder_of_a_sweep(run):
 
 
 def test_a_sweep_is_known_by_its_file(tmp_path, run):
-    """Renamed it goes on, in its place a worker ends, and without the file its runs are nobody's."""
+    """Renamed, it goes on; a worker ends if it is gone or replaced; without its file, no run is its own."""
     sweep = planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
     claim = Claim(sweep.folder / "EXPERIMENT.SEED=0")
     claim.begin()

@@ -274,7 +274,7 @@ class Interrupting:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_ctrl_c_during_a_write_interrupts_and_damages_nothing(tmp_path, background):
-    """It ends the run at once, and torch would make an error of the file of it."""
+    """It ends the run at once; torch would turn it into an error about the file."""
     pressed = Interrupting()
 
     def save():

@@ -324,7 +324,7 @@ def statistics(module):
 
 
 def distributed(world):
-    """The statistics of a model and of another in the place of its average: before, after, after it again."""
+    """The statistics of a model and of one in place of its average: before, after, and after twice."""
     modules = [normalised(), normalised()]
     for number, module in enumerate(modules):
         generator = torch.Generator().manual_seed(10 * number + world.rank)

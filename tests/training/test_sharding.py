@@ -78,7 +78,7 @@ class Gpt(nn.Module):
 
 
 class TiedBlocks(Gpt):
-    """Whose blocks share a layer, which is in neither alone."""
+    """Its blocks share a layer, which belongs to neither alone."""
 
     def __init__(self, num_classes):
         super().__init__(num_classes)
