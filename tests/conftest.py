@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """What a test waits for in vain fails the test, which then shows what it knows, before pytest does."""
+    """A test that waits in vain fails before pytest ends it, and so shows what it knows."""
     marker = item.get_closest_marker("timeout")
     children.limit_s = float(marker.args[0] if marker else item.config.getini("timeout")) - 10
 

@@ -187,7 +187,7 @@ def smaller(line, desk):
 
 
 def mark_of(line, page):
-    """The slower, the more its page holds; () for what starts no run."""
+    """`e2e` for the pages named here, `slow` for others; () for what starts no run."""
     words = {*line.split()}
     if {"--print-config", "--help", "slurm", "predict", "compare"} & words or "MyModel" in line:
         return ()

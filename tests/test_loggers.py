@@ -104,7 +104,7 @@ class Sequence:
         return {"calls": list(self.calls)}
 
 
-def test_a_callback_sees_each_moment_in_order_and_keeps_its_own_state(run, tmp_path):
+def test_a_callback_sees_moments_in_order_and_keeps_its_state(run, tmp_path):
     options = ("DATA.BATCH_SIZE=25", "TRAIN.ACCUMULATION_STEPS=2", "TRAIN.EPOCHS=1")
     run(*PLAIN, *options, callback("Sequence")).ok()
     [(_, state)] = checkpoint_of(tmp_path / "runs/plain")["callbacks"][0].values()

@@ -67,7 +67,7 @@ def items(entries):
 @pytest.mark.parametrize(
     "refused", [{}, {"WANDB_API_KEY": "short", "WANDB_BASE_URL": "http://127.0.0.1:9"}]
 )
-def test_a_run_without_a_key_that_the_server_takes_is_recorded_offline(tmp_path, refused):
+def test_a_run_without_a_valid_key_is_recorded_offline(tmp_path, refused):
     outcome = record(tmp_path, **refused)
     [file] = tmp_path.glob("logs/wandb/offline-run-*/*.wandb")
     assert f"wandb sync {file.parent.relative_to(tmp_path)}" in outcome.err

@@ -43,7 +43,7 @@ def test_runs_on_few_samples(title, tmp_path, monkeypatch):
     check_advice((folder / "logs/rank0.log").read_text().splitlines())
 
 
-def test_a_larger_micro_batch_is_advised_where_it_leaves_the_steps():
+def test_a_larger_micro_batch_is_advised_if_enough_steps_remain():
     few = replace(FACTS, max_micro_batch_size=8, batchnorm="local", batch_size_key="THE.KEY")
     for facts, expected in (
         (replace(few, num_samples=160), True),

@@ -135,7 +135,7 @@ def scheduled(run, optimizer=None):
 
 
 @given(run=schedules)
-def test_a_schedule_goes_one_way_and_its_steps_and_samples_add_up(run):
+def test_a_schedule_goes_one_way_and_its_totals_add_up(run):
     plan = scheduled(run)
     sizes, world_size, step = effective_sizes(plan), run["world_size"], 0
     assert (sizes[0], sizes[-1]) == (run["first"] * world_size, run["last"] * world_size)

@@ -42,9 +42,7 @@ configurations = st.tuples(
     parts=st.lists(configurations, min_size=1, max_size=5),
     epoch=st.integers(0, 1),
 )
-def test_any_changes_within_an_epoch_take_each_sample_at_most_once_and_leave_less_than_a_step(
-    num_samples, parts, epoch
-):
+def test_changes_in_an_epoch_repeat_no_sample_and_omit_no_step(num_samples, parts, epoch):
     taken = []
     for number, (world_size, micro_batch, accumulation, is_set, num_steps) in enumerate(
         parts, start=1
@@ -69,9 +67,7 @@ def test_any_changes_within_an_epoch_take_each_sample_at_most_once_and_leave_les
 
 
 @given(world_size=st.integers(1, 4), done=st.integers(0, 120), micro_batch=st.integers(1, 4))
-def test_a_growing_batch_resumed_anywhere_wastes_less_than_its_largest_step(
-    world_size, done, micro_batch
-):
+def test_resuming_a_growing_batch_wastes_under_its_largest_step(world_size, done, micro_batch):
     facts = replace(FACTS, num_samples=120, world_size=world_size, max_micro_batch_size=micro_batch)
     schedule = {
         "NAME": "milestones",

@@ -48,7 +48,7 @@ def test_files_are_looked_at_before_the_work(command, argv, option, ending):
     assert Path(f"mine.{ending}").read_text() == "mine"
 
 
-def test_a_value_may_be_a_negative_number_or_follow_an_equals_sign():
+def test_a_value_may_be_negative_or_follow_an_equals_sign():
     options, config = read("analyze", "MODEL.KWARGS.x", "-1e-3", "--output=-x.json")
     assert (options.output, config.MODEL.KWARGS) == (Path("-x.json"), {"x": -1e-3})
     assert read("analyze", "--output", "-x.json")[0].output == Path("-x.json")

@@ -55,7 +55,7 @@ def test_later_files_win():
     assert figures("--cfg=b.yaml --cfg=a.yaml TRAIN.LOG_EVERY=1") == ("resnet18", 3, 1)
 
 
-def test_files_are_looked_up_beside_the_cfg_file_that_leads_to_them():
+def test_files_are_looked_up_beside_the_cfg_file():
     for folder, epochs in (("a", 3), ("b", 4)):
         write(
             {

@@ -2,12 +2,12 @@
 
     FAULT=kind:rank:text    the rank does this when it says that it does something that contains the text
     KILL_AT=number          this process is killed at that event: a sample read, a file written, a new phase
-    SHORTER=rank:samples    its dataset has so many training samples less
+    SHORTER=rank:samples    its dataset has so many fewer training samples
     OTHER=rank:option       its command line has this option at its end
     QUICK_BEATS=1           heartbeats and looks come ten times as often
 
-`kind` is `error`, `deaf` (the rank holds the GIL for longer than a silent rank is not named), `hang` (for
-ever), or the name of a signal that the rank sends itself. A fault comes once in the folder.
+`kind` is `error`, `deaf` (the rank holds the GIL long enough to be named as silent), `hang` (forever), or the
+name of a signal that the rank sends itself. A fault comes once in the folder.
 """
 
 import ctypes

@@ -38,7 +38,7 @@ def labels(data):
     return data.bundle.val.targets.tolist()
 
 
-def test_default_names_of_levels_may_be_those_of_an_older_version():
+def test_default_level_names_may_be_those_of_an_older_version():
     options = {"NAME": "synthetic", "NUM_CLASSES": [2, 4], "NUM_SAMPLES_VAL": 4}
     dataset = DatasetConfig(**options, LEVELS=["rank1", "rank2"])
     taxonomy = build_data(DataConfig(DATASET=dataset, IMG_SIZE=8), seed=0).taxonomy

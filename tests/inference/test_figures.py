@@ -75,7 +75,7 @@ def test_figures_are_those_of_torchmetrics():
             assert torch.allclose(own.float(), values)
 
 
-def test_the_size_of_batches_and_of_waiting_parts_changes_nothing(monkeypatch):
+def test_the_sizes_of_batches_and_waiting_parts_change_nothing(monkeypatch):
     batches = make_batches()
     logits, labels = zip(*batches, strict=True)
     expected = figures([(tuple(map(torch.cat, zip(*logits, strict=True))), torch.cat(labels))])

@@ -82,7 +82,7 @@ def test_what_is_not_the_same_is_seen():
 # --- sizes ---
 
 
-def test_validation_has_a_size_of_its_own_where_it_follows_and_is_asked_for():
+def test_validation_gets_its_own_size_if_possible_and_requested():
     class FixedValidation(Data):
         def val_dataloader(self):
             return loader(5, 10)
@@ -114,7 +114,7 @@ def test_the_batch_size_divides_the_effective_batch():
     assert callback.results["train"] is not first, "a second fit searches again"
 
 
-def test_a_batch_more_than_four_times_as_large_is_a_line_on_the_learning_rate(caplog):
+def test_a_much_larger_batch_logs_a_line_on_the_learning_rate(caplog):
     fit(Net(), callbacks=[small()])
     assert "learning rate" in caplog.text
 
@@ -143,7 +143,7 @@ def test_training_takes_the_memory_that_the_search_measured(options, others):
     assert too_large > result.budget_bytes - result.held_bytes
 
 
-def test_a_limit_of_validation_holds_for_training_where_they_share_the_size():
+def test_a_validation_limit_holds_for_training_if_size_is_shared():
     callback, module = small(val_options={"max_batch_size": 16}, effective_batch_size=64), Net()
     fit(module, callbacks=[callback])
     assert callback.batch_size == module.batch_size == callback.results["val"].batch_size == 16
@@ -211,7 +211,7 @@ def test_trials_run_the_longest_samples_and_the_log_says_so(caplog):
     assert "differ in size" in caplog.text
 
 
-def test_a_size_is_reduced_where_samples_that_nobody_read_may_be_larger():
+def test_a_size_is_reduced_where_unread_samples_may_be_larger():
     """Most texts are not looked at, and the longest are few."""
     module = Texts([int(1 / (1e-3 + index * 7919 % 9000 / 9000)) for index in range(9000)])
     callback = small(val=False)
@@ -222,7 +222,7 @@ def test_a_size_is_reduced_where_samples_that_nobody_read_may_be_larger():
     assert result.batch_size in {trial.size for trial in result.trials}
 
 
-def test_a_module_without_a_validation_step_is_searched_and_no_file_written(tmp_path):
+def test_no_validation_step_is_needed_and_no_file_is_written(tmp_path):
     class NoValidation(Net):
         validation_step = None
 
@@ -296,7 +296,7 @@ class Backbone(Plain):
         return torch.optim.Adam(filter(lambda each: each.requires_grad, self.parameters()))
 
 
-def test_layers_that_a_callback_unfreezes_later_are_trained_in_trials():
+def test_layers_unfrozen_later_by_a_callback_train_in_trials():
     grown = []
     for others in ([], [callbacks.BackboneFinetuning(1)]):
         callback, module = AutoBatch(max_batch_size=4, min_batch_size=4, val=False), Backbone()
@@ -414,9 +414,7 @@ class FailsAbove(Plain):
 
 
 @pytest.mark.parametrize(("kind", "limit", "expected"), [(FailsAbove, 60, 10), (Plain, 8, 8)])
-def test_a_size_of_the_earlier_run_that_does_not_fit_or_is_not_allowed_is_replaced(
-    tmp_path, caplog, kind, limit, expected
-):
+def test_a_size_of_the_earlier_run_is_replaced_if_unusable(tmp_path, caplog, kind, limit, expected):
     path = checkpoint(tmp_path, Plain(), max_batch_size=12)
     callback = small(max_batch_size=limit)
     fit(kind(), callbacks=[callback], ckpt=path)
@@ -436,7 +434,7 @@ def test_all_that_hold_the_size_get_it():
     assert module.hparams_initial.batch_size == LARGE
 
 
-def test_an_error_that_is_not_about_memory_is_raised_as_it_is_and_leaves_the_size():
+def test_an_error_not_about_memory_is_raised_and_keeps_the_size():
     class Broken(Net):
         def training_step(self, batch, batch_idx):
             raise ZeroDivisionError("sample")

@@ -64,7 +64,7 @@ def test_an_error_of_one_rank_ends_all_with_the_cause(found):
     assert "sample" in other
 
 
-def test_the_example_trains_on_two_ranks_of_lightnings_own_launcher():
+def test_the_example_trains_on_two_ranks_started_by_lightning():
     example = ROOT / "examples" / "lightning_digits.py"
     argv = ("--epochs", "1", "--devices", "2", "--accelerator", "cpu")
     command = [sys.executable, example, *argv, "--effective-batch-size", "200"]

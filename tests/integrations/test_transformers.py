@@ -135,9 +135,7 @@ def with_model_init():
     [lambda: trainer(WithOptimizer, per_device_train_batch_size=4), with_model_init],
     ids=["an optimizer of one's own", "model_init"],
 )
-def test_trainers_that_are_built_otherwise_train_as_by_hand_time_after_time(
-    make,
-):
+def test_trainers_built_in_other_ways_train_twice_as_by_hand(make):
     found = make()
     autobatch(found, **FOUR)
     ours = trained_twice(found)
@@ -156,7 +154,7 @@ def test_what_is_not_the_same_is_seen():
     assert {"weights", "moments", "log", "random", "calls", "shapes"} <= {*differences(*found)}
 
 
-def test_the_worst_batch_is_of_the_longest_samples_by_the_collator():
+def test_the_worst_batch_has_the_longest_samples_after_collation():
     look, num_samples = trial_data(trainer(), "train", None, 1.0)
     lengths = look.batch(8)["attention_mask"].sum(1).tolist()
     assert num_samples == len(Text())
@@ -197,7 +195,7 @@ def test_the_effective_batch_is_made_up_of_the_size_found():
     assert differing == []
 
 
-def test_evaluation_is_searched_where_it_takes_place_or_is_asked_for():
+def test_an_option_decides_whether_evaluation_is_searched():
     small = {"max_batch_size": 6}
     without, *_ = searched({**small, "evaluation": False}, eval_strategy="steps", eval_steps=3)
     assert [*without.autobatch_results] == ["train"]
@@ -364,9 +362,7 @@ def ranks(tmp_path_factory):
     return compute("tests.integrations.hugging_ranks", 2, tmp_path_factory.mktemp("ranks"))
 
 
-def test_two_ranks_agree_on_the_smaller_size_and_train_as_by_hand(
-    ranks,
-):
+def test_two_ranks_use_the_smaller_size_and_train_as_by_hand(ranks):
     results = [rank["compared"] for rank in ranks]
     assert [result["differences"] for result in results] == [[], []]
     assert results[0]["size"] == results[1]["size"] >= 2

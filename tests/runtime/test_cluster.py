@@ -104,7 +104,7 @@ def test_ranks_with_different_data_or_options_are_refused(tmp_path, odd, differe
     [("2", "2", True), ("2", "", False), ("2", "1", False), ("1", "2", False)],
     ids=["srun", "sbatch", "salloc", "sbatch by a task of another step"],
 )
-def test_only_tasks_of_slurm_that_run_side_by_side_without_torchrun_are_refused(
+def test_only_parallel_slurm_tasks_without_torchrun_are_refused(
     monkeypatch, in_job, in_step, is_refused
 ):
     """The variables are those of SLURM 22.05."""
@@ -162,7 +162,7 @@ def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(tmp_path, undisturb
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=e2e), pytest.param(1, marks=slow)])
-def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(tmp_path, num_ranks):
+def test_ranks_of_a_killed_torchrun_save_a_checkpoint_and_end(tmp_path, num_ranks):
     options = ("--standalone", f"--nproc_per_node={num_ranks}")
     job = Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=400", options=options)
     job.wait_for("runs/small/checkpoints/last.pt")
@@ -191,7 +191,7 @@ def test_two_agents_recover_at_the_first_attempt(tmp_path):
 
 
 @slow
-def test_a_collective_that_never_ends_tells_what_each_rank_does_and_where_it_is(tmp_path):
+def test_a_hanging_collective_reports_what_each_rank_is_doing(tmp_path):
     ended = run_job(tmp_path, "DIST.TIMEOUT_MINUTES=0.1", FAULT="hang:1:training in epoch 2")
     assert ended.code != 0
     assert re.search(r"\[rank 1\] rank 0: .*DIST.TIMEOUT_MINUTES", ended.out), ended.out
@@ -202,9 +202,7 @@ def test_a_collective_that_never_ends_tells_what_each_rank_does_and_where_it_is(
 @pytest.mark.parametrize(
     "is_asked_to_stop", [pytest.param(False, marks=slow), pytest.param(True, marks=e2e)]
 )
-def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_allowed(
-    tmp_path, is_asked_to_stop
-):
+def test_a_silent_store_is_waited_for_no_longer_than_allowed(tmp_path, is_asked_to_stop):
     """Such as that of a torchrun that is stopped, or another program's port."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
@@ -244,7 +242,7 @@ QUICKER = ("SIGKILL in training", "error while it joins", "deaf in training")
         for number, place in enumerate(PLACES)
     ],
 )
-def test_a_fault_ends_all_with_its_cause_and_the_next_start_goes_on(tmp_path, kind, rank, place):
+def test_a_fault_ends_all_with_its_cause_and_a_restart_resumes(tmp_path, kind, rank, place):
     ended = run_job(tmp_path, FAULT=f"{kind}:{rank}:{PLACES[place]}")
     assert (tmp_path / "fault_happened").exists(), ended.out
     trains = place in ("in training", "in validation", "while a checkpoint is written")

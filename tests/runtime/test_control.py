@@ -127,7 +127,7 @@ def test_a_later_error_of_a_rank_gives_way_to_the_first():
         other.publish(LinnaeusError("broken"), always_raise=True)
 
 
-def test_the_first_failure_counts_and_stays_until_the_others_have_read_it():
+def test_the_first_failure_counts_and_stays_until_others_read_it():
     main, other = planes()
     clock = script(other, nothing, nothing, main.look)
     assert other.fail(BROKEN) == BROKEN
@@ -181,7 +181,7 @@ def test_a_rank_whose_process_has_died_is_named(is_zombie):
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_a_silent_rank_that_lives_is_named_and_ends_the_job_after_the_limit(silent, caplog):
+def test_a_silent_live_rank_is_named_and_later_ends_the_job(silent, caplog):
     """It may hold the GIL."""
     pair = planes(limit_s=2 * heartbeat.SILENCE_LOOKS * heartbeat.BEAT_S)
     watching = pair[1 - silent]
@@ -199,7 +199,7 @@ def test_a_silent_rank_that_lives_is_named_and_ends_the_job_after_the_limit(sile
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
-def test_a_rank_whose_process_is_stopped_ends_the_job_and_is_aborted(is_stopped, monkeypatch):
+def test_a_stopped_process_ends_the_job_and_is_aborted(is_stopped, monkeypatch):
     main, other = planes(kind=partial(JobControl, minutes=10))
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         with patch("os.getpid", return_value=process.pid):
@@ -268,7 +268,7 @@ def test_all_ranks_agree_on_a_name_that_no_earlier_attempt_had():
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_what_an_attempt_that_failed_while_joining_has_left_does_not_matter(dead):
+def test_leftovers_of_an_attempt_that_failed_to_join_do_no_harm(dead):
     """One rank of the first attempt laid down its card, or told a name, and died."""
     store = HashStore()
     with pytest.raises(LinnaeusError):

@@ -59,7 +59,7 @@ def test_a_file_that_is_not_written_leaves_the_old_one(tmp_path, write, before_r
     assert names(tmp_path) == {"file"}
 
 
-def test_a_text_that_a_full_disk_does_not_take_is_an_error_of_linnaeus(tmp_path):
+def test_a_text_that_a_full_disk_refuses_is_an_error_of_linnaeus(tmp_path):
     with full_disk(4096), pytest.raises(LinnaeusError, match=os.strerror(EFBIG)):
         write_text_atomically(tmp_path / "file", "x" * 8192)
 

@@ -61,7 +61,7 @@ def test_a_run_that_has_not_begun_leaves_nothing_behind(tmp_path, begins, keep):
     assert "early" in (new / "logs/rank0.log").read_text()
 
 
-def test_metrics_are_one_json_object_per_line_on_the_disk_at_once(tmp_path):
+def test_metrics_are_written_promptly_one_json_object_per_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as file:
         file.write(step=20, epoch=0, split="train", values={"loss": 0.5, "lr": 1e-3})
@@ -103,7 +103,7 @@ def fill(folder):
             file.write(b"x" * 4096)
 
 
-def test_metrics_that_a_full_disk_does_not_take_are_one_clear_error(small_disk):
+def test_metrics_that_a_full_disk_refuses_are_one_clear_error(small_disk):
     path = small_disk / "metrics.jsonl"
 
     def write():
@@ -120,7 +120,7 @@ def test_metrics_that_a_full_disk_does_not_take_are_one_clear_error(small_disk):
     assert json.loads(path.read_text().splitlines()[0])["step"] == 1, "what was there is not lost"
 
 
-def test_a_log_file_that_a_full_disk_does_not_take_is_given_up_with_one_line(tmp_path, capfd):
+def test_a_log_file_on_a_full_disk_is_given_up_with_one_line(tmp_path, capfd):
     (tmp_path / "rank0.log").symlink_to("/dev/full")
     console, output = plain_console()
     set_up_logging(tmp_path, rank=0, console=console)

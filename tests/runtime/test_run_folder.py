@@ -143,7 +143,7 @@ def test_a_run_keeps_the_folder_when_its_worker_dies(folder, other):
 
 
 def elsewhere(folder, age_s, **changes):
-    """Let a process of another machine have the folder; `age_s` seconds ago it has touched its claim."""
+    """Let a process of another machine have the folder; it touched its claim `age_s` seconds ago."""
     (folder / CLAIMS).mkdir(exist_ok=True)
     path = folder / CLAIMS / "7"
     holder = vars(Holder.this_process()) | {"host": "elsewhere", "boot": "other"} | changes
@@ -168,7 +168,7 @@ def test_of_several_that_see_a_dead_holder_one_takes_the_folder(folder):
         winner.release()
 
 
-def test_a_process_of_another_machine_lives_as_long_as_it_touches_its_claim(folder):
+def test_a_remote_process_lives_while_it_touches_its_claim(folder):
     elsewhere(folder, 0)
     with pytest.raises(FolderInUseError, match="elsewhere"):
         Claim(folder)

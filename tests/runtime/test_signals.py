@@ -49,7 +49,7 @@ def test_ctrl_c_is_answered_before_its_handler_runs(number, capfd):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
-def test_a_signal_to_a_forked_process_is_not_taken_for_one_to_this(caplog):
+def test_a_signal_to_a_forked_process_is_not_one_to_its_parent(caplog):
     """Such as SIGTERM to a loader's worker."""
     caplog.set_level("INFO")
     with StopRequest().listening() as request, request.deferred():

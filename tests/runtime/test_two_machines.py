@@ -135,7 +135,7 @@ def test_two_machines_train_as_one_with_two_ranks_does(machines, torchrun, tmp_p
     assert len(lines_of(runs / "small", "val")) == 2
 
 
-def test_a_cut_cable_ends_both_machines_and_names_the_silent_rank(machines, tmp_path):
+def test_a_cut_cable_ends_both_machines_naming_the_silent_rank(machines, tmp_path):
     machines.train("TRAIN.EPOCHS=100000", "DIST.TIMEOUT_MINUTES=0.5")
     lines = tmp_path / "runs/small/metrics.jsonl"
     wait_until(lambda: lines.exists() and lines.stat().st_size > 0)

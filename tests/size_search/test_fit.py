@@ -94,7 +94,7 @@ def by_hand(folder):
 
 
 @pytest.mark.e2e
-def test_a_remedy_that_makes_the_wanted_size_fit_trains_as_one_set_by_hand(run, tmp_path):
+def test_a_remedy_found_for_a_size_trains_as_one_set_by_hand(run, tmp_path):
     folder = tmp_path / "runs/small"
     outcome = run(*FIT, WANTED)
     assert outcome.code == 0, outcome.err
@@ -125,9 +125,7 @@ def test_a_remedy_that_makes_the_wanted_size_fit_trains_as_one_set_by_hand(run, 
         ("TRAIN.EFFECTIVE_BATCH_SIZE=16 DATA.AUTOBATCH.MAX_BATCH_SIZE=8", [("none", 8, 16)]),
     ],
 )
-def test_a_remedy_is_switched_on_only_where_the_wanted_size_does_not_fit(
-    options, found, run, tmp_path
-):
+def test_a_remedy_is_on_only_where_the_wanted_size_does_not_fit(options, found, run, tmp_path):
     outcome = run(*FIT, *options.split())
     assert outcome.code == 0, outcome.err
     assert attempts(tmp_path / "runs/small") == found
@@ -136,7 +134,7 @@ def test_a_remedy_is_switched_on_only_where_the_wanted_size_does_not_fit(
 
 
 class Uneven(Switchable):
-    """Has much to compute in one of both ways."""
+    """Has much to compute in one of the two ways."""
 
     def __init__(self, num_classes, slow_if_checkpointed):
         super().__init__(num_classes)
@@ -203,7 +201,7 @@ def test_ranks_agree_that_a_size_does_not_fit_on_one_of_them(torchrun, tmp_path,
 
 
 @pytest.mark.e2e
-def test_checkpointing_meets_a_limit_of_memory_that_the_model_alone_does_not(run, tmp_path):
+def test_checkpointing_fits_a_limit_that_the_model_alone_exceeds(run, tmp_path):
     options = (
         *(option for option in FIT if "MODEL." not in option),
         "MODEL.NAME=test_vit",

@@ -58,7 +58,7 @@ def test_a_resumed_run_tries_the_sizes_of_its_checkpoint_once(most, sizes):
         assert planned_sizes(search).batch_sizes == {"train": 12, "val": 12}
 
 
-def test_only_modes_that_are_searched_take_a_size_of_the_checkpoint():
+def test_only_searched_modes_take_a_size_from_the_checkpoint():
     only_val = ("DATA.AUTOBATCH.ENABLED=False", "DATA.AUTOBATCH.ENABLED_VAL=True")
     search, _ = prepared(OWN_MODEL, OWN_DATA, *only_val)
     assert planned_sizes(search, autobatch=SAVED).batch_sizes == {"val": 9}
@@ -68,7 +68,7 @@ def test_only_modes_that_are_searched_take_a_size_of_the_checkpoint():
 
 
 @pytest.mark.parametrize(("most", "limit", "val"), [(512, 6, 7), (3, 3, 6)])
-def test_under_a_limit_only_the_validation_size_of_the_checkpoint_is_tried(most, limit, val):
+def test_under_a_limit_only_the_saved_validation_size_is_tried(most, limit, val):
     """Training's size only says how many samples a step takes: smaller micro-batches are trained."""
     search, _ = prepared(
         OWN_MODEL,
@@ -100,7 +100,7 @@ def test_a_size_of_the_checkpoint_that_does_not_fit_is_lowered(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "tried"), [("START=5", (5, 12)), ("START_VAL=3", (12, 3)), ("START=9999", (12, 12))]
 )
-def test_a_search_starts_at_the_size_of_its_mode_and_finds_the_same(option, tried):
+def test_each_mode_starts_at_its_own_size_and_finds_the_same(option, tried):
     found = find_sizes(prepared(OWN_MODEL, OWN_DATA, f"DATA.AUTOBATCH.{option}")[0])
     assert tuple(sizes_tried(result)[0] for result in found.values()) == tried
     assert [result.batch_size for result in found.values()] == [12, 12]
@@ -132,7 +132,7 @@ def test_each_rank_has_its_own_limit(monkeypatch):
 # --- what a trial sees ---
 
 
-def test_samples_of_differing_shape_are_measured_at_the_largest_of_those_looked_at():
+def test_samples_of_many_shapes_are_measured_at_the_largest_read():
     search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.ENABLED_VAL=False")
     find_sizes(search)
     assert {shape[2:] for shape in SEEN["shapes"]} == {(19, 19)}
@@ -142,9 +142,7 @@ MIXED = ("DATA.AUGMENT.MIXUP=0.4", "DATA.AUGMENT.CUTMIX=1.0", "LOSS.LABEL_SMOOTH
 
 
 @pytest.mark.parametrize(("steps", "num_micro_batches"), [(1, 1), (5, 2)])
-def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
-    steps, num_micro_batches
-):
+def test_trial_steps_have_two_micro_batches_with_accumulation(steps, num_micro_batches):
     search, _ = prepared(
         OWN_MODEL, OWN_DATA, f"TRAIN.ACCUMULATION_STEPS={steps}", "DATA.AUTOBATCH.ENABLED_VAL=False"
     )
@@ -189,6 +187,6 @@ def test_trials_train_on_mixed_batches_and_validate_on_labels():
     assert prediction.reserved_bytes(2048) > prediction.reserved_bytes(8)
 
 
-def test_an_error_of_the_users_model_ends_the_search_with_that_error():
+def test_an_error_of_the_users_model_ends_the_search_unchanged():
     with pytest.raises(ZeroDivisionError):
         find_sizes(prepared(OWN_MODEL, OWN_DATA, "MODEL.fails_at=5")[0])

@@ -36,9 +36,7 @@ def outputs_of(sweep):
     return "".join(path.read_text() for path in sweep.glob("slurm/*.out"))
 
 
-def test_a_sweep_goes_on_through_preemption_time_limits_and_a_restart_of_the_controller(
-    slurm, tmp_path
-):
+def test_a_sweep_survives_preemption_timeout_and_lost_controller(slurm, tmp_path):
     """Two workers: one is preempted, one is out of time; a second array comes while they run."""
     (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
     sweep = tmp_path / "runs/small"

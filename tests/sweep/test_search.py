@@ -113,7 +113,7 @@ def test_two_workers_share_a_study_and_ask_for_no_trial_too_many(open_study):
 
 
 @pytest.mark.parametrize("trials", [2, 3])
-def test_a_failed_trial_is_not_repeated_but_more_may_be_asked_for(open_study, trials):
+def test_a_failed_trial_is_not_repeated_but_more_may_be_added(open_study, trials):
     study = open_study(RATES, trials=2)
     for value, code in ((0.5, 0), (None, 1)):
         asked = study.ask()

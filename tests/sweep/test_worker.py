@@ -118,7 +118,7 @@ def test_a_run_is_refused_in_the_folder_of_a_sweep(run):
 
 
 def test_a_sweep_is_known_by_its_file(tmp_path, run):
-    """Renamed it goes on, in its place a worker ends, and without the file its runs are nobody's."""
+    """Renamed, it goes on; a worker ends if it is gone or replaced; without its file, no run is its own."""
     sweep = planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
     claim = Claim(sweep.folder / "EXPERIMENT.SEED=0")
     claim.begin()
@@ -191,7 +191,7 @@ def test_a_run_starts_its_search_where_another_one_ended(run_in_child, tmp_path)
 
 
 @pytest.mark.e2e
-def test_a_dead_worker_s_run_goes_on_in_a_worker_that_is_started_later(tmp_path, run_in_child):
+def test_a_dead_worker_s_run_goes_on_in_a_worker_started_later(tmp_path, run_in_child):
     """Ctrl-C too: the run is given back with a checkpoint."""
     argv = ("sweep", *GATED, "EXPERIMENT.SEED=range(0,8)", "--jobs", "2")
     os.mkfifo(tmp_path / GATE)
@@ -265,7 +265,7 @@ def _is_of(process, folder):
 
 
 @pytest.mark.e2e
-def test_a_metric_that_no_run_has_ends_a_sweep_at_the_first_validation(run_in_child, tmp_path):
+def test_an_unknown_metric_ends_a_sweep_at_the_first_validation(run_in_child, tmp_path):
     os.mkfifo(tmp_path / GATE)  # the first run waits in its second epoch for a signal
     outcome = run_in_child("sweep", *GATED, "EXPERIMENT.SEED=1,2", "--metric", "top1/kin")
     assert (outcome.code, "'top1/kin'" in outcome.err) == (2, True)
@@ -274,7 +274,7 @@ def test_a_metric_that_no_run_has_ends_a_sweep_at_the_first_validation(run_in_ch
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("how", ["renamed", "deleted"])
-def test_a_run_whose_folder_is_renamed_or_deleted_ends_with_an_error(tmp_path, how):
+def test_a_run_whose_folder_is_renamed_or_deleted_fails(tmp_path, how):
     """A second start of the same name at that moment has the folder for itself."""
     os.mkfifo(tmp_path / GATE)
     first, folder = start(tmp_path, "train", *GATED), tmp_path / "runs/tiny"

@@ -105,7 +105,7 @@ def test_values_against_numpy_for_any_batches_since_the_reset(batch_size):
         ((), None),
     ],
 )
-def test_consistent_is_the_share_of_children_under_their_predicted_parent(parents, expected):
+def test_consistent_is_the_share_under_the_predicted_parent(parents, expected):
     metrics = ClassificationMetrics(make_taxonomy(parents))
     coarse, fine = torch.eye(3)[[0, 0, 1]], torch.eye(8)[[0, 1, 1]]
     metrics.update((coarse, fine), torch.zeros(3, 2, dtype=torch.long), torch.tensor(0.0))
@@ -157,7 +157,7 @@ TWO_LEVELS = {"loss": 2.0, "top1/family": 0.9, "top1/species": 0.5, "consistent"
         (TWO_LEVELS, [1.0, 0.0], "top1/family"),  # the species are not learnt
     ],
 )
-def test_the_headline_is_the_finest_level_that_counts_or_the_loss(values, level_weights, expected):
+def test_the_headline_is_the_finest_weighted_level_or_the_loss(values, level_weights, expected):
     loss = (
         torch.nn.Module()
         if level_weights is None

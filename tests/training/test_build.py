@@ -59,7 +59,7 @@ class Compiled(nn.Linear):
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_compile_takes_its_mode_and_shapes_from_the_configuration(is_on):
+def test_compile_takes_mode_and_shapes_from_the_configuration(is_on):
     keys = {"COMPILE_MODE": "reduce-overhead", "COMPILE_DYNAMIC": False}
     model = assembled(node={"_target_": f"{__name__}.Compiled"}, COMPILE=is_on, **keys).model
     assert model.options == ({"mode": "reduce-overhead", "dynamic": False} if is_on else None)

@@ -107,9 +107,7 @@ def test_the_latest_is_read_and_the_one_before_it_kept(checkpoints):
 
 
 @pytest.mark.parametrize("damage", [*UNREADABLE.values(), flip_a_bit])
-def test_a_damaged_last_is_reported_and_the_one_before_it_read_and_kept(
-    checkpoints, caplog, damage
-):
+def test_a_damaged_last_warns_and_the_previous_is_read_and_kept(checkpoints, caplog, damage):
     for epoch in (1, 2):
         checkpoints.save(content(epoch))
     damage(checkpoints.last)
@@ -245,7 +243,7 @@ def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path):
     assert (first.tolist(), second.tolist()) == ([1.0] * 5, [2.0] * 5)
 
 
-def test_an_error_in_the_background_is_raised_by_the_next_call_or_the_end(tmp_path):
+def test_a_background_error_is_raised_by_the_next_call_or_exit(tmp_path):
     (tmp_path / "file").write_text("")
     next_call, end = (
         CheckpointFolder(tmp_path / "file/checkpoints", background=True) for _ in range(2)
@@ -275,8 +273,8 @@ class Interrupting:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_ctrl_c_while_a_checkpoint_is_written_is_that_and_no_damage(tmp_path, background):
-    """It ends the run at once, and torch would make an error of the file of it."""
+def test_ctrl_c_during_a_write_interrupts_and_damages_nothing(tmp_path, background):
+    """It ends the run at once; torch would turn it into an error about the file."""
     pressed = Interrupting()
 
     def save():
@@ -348,7 +346,7 @@ def in_order(copies):
     return sorted(copies.iterdir(), key=lambda folder: int(folder.name))
 
 
-def test_a_kill_between_any_two_file_operations_leaves_a_checkpoint(checkpoints, tmp_path):
+def test_a_kill_between_any_file_operations_leaves_a_checkpoint(checkpoints, tmp_path):
     for epoch in (1, 2):
         checkpoints.save(content(epoch), is_best=True)
     with copied_before_each_operation(checkpoints.folder, tmp_path / "killed"):

@@ -51,7 +51,7 @@ def test_weights_of_a_file_have_the_mean_1_over_the_samples(tmp_path, name, text
     torch.testing.assert_close(species, torch.tensor([1.0, 0.5, 1.0, 4.0]) / (3.5 / 4))
 
 
-def test_effective_numbers_are_between_equal_and_balanced_weights():
+def test_effective_weights_are_between_equal_and_balanced_ones():
     """(1 - beta) / (1 - beta ** n) for 3 and 2 samples of a family, scaled to a mean of 1."""
     (family, _) = statistics(CLASS_WEIGHTS="effective", EFFECTIVE_BETA=0.9)["class_weights"]
     three, two = 0.1 / 0.271, 0.1 / 0.19
@@ -102,7 +102,7 @@ def test_a_run_weights_by_its_own_training_samples():
         torch.testing.assert_close(criterion.statistic("class_weights", level), expected)
 
 
-def test_labels_that_are_not_to_be_had_without_reading_images_are_an_error():
+def test_labels_known_only_by_reading_images_are_an_error():
     own = (f"DATA.DATASET._target_={Samples.__module__}.Samples", "DATA.DATASET.classes=[a,b]")
     for key in ("LOSS.CLASS_WEIGHTS", "DATA.SAMPLER"):
         with pytest.raises(ConfigError, match=rf"{key}"):

@@ -101,7 +101,7 @@ def test_unknown_labels_add_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_extreme_logits_in_half_precision_stay_finite_and_no_value_is_read(kind):
+def test_extreme_logits_give_finite_losses_and_no_value_is_read(kind):
     loss = built(kind, LABEL_SMOOTHING=0.1, FOCAL_GAMMA=0.5)
     traced = built(kind, weighted=True, LABEL_SMOOTHING=0.1).to("meta")
     for targets in (TARGETS, soft_targets(TARGETS, COUNTS)):
@@ -179,7 +179,7 @@ def test_outputs_are_taken_in_level_order():
 # --- losses of libraries and of the user's own ---
 
 
-def test_a_users_loss_gets_the_models_outputs_the_taxonomy_and_its_lists():
+def test_a_users_loss_gets_the_outputs_taxonomy_and_its_lists():
     node = {"_target_": f"{__name__}.Weighted", "weight": [1, 2], "names": ["a"]}
     loss = build_loss(node, TAXONOMY, torch.device("meta"))
     assert (loss.names, loss.taxonomy) == (["a"], TAXONOMY)
@@ -190,7 +190,7 @@ def test_a_users_loss_gets_the_models_outputs_the_taxonomy_and_its_lists():
     assert isinstance(build_loss({"_target_": "torch.nn.MSELoss"}, None), nn.MSELoss)
 
 
-def test_a_loss_of_torch_gets_plain_tensors_and_leaves_unknown_labels_out():
+def test_a_torch_loss_gets_plain_tensors_without_unknown_labels():
     fine, labels, weight = logits()[1].float(), TARGETS[:, 1:], [1.0, 2.0, 4.0, 8.0]
     node = {"_target_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1, "weight": weight}
     loss = build_loss(node, ONE_LEVEL)

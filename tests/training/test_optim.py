@@ -54,7 +54,7 @@ def test_a_users_optimizer_gets_the_parameters_and_plain_values():
     assert (group["lr"], group["params"]) == (0.5, list(model.parameters()))
 
 
-def test_every_group_is_scaled_and_a_factor_of_one_changes_no_bit():
+def test_every_group_is_scaled_and_a_factor_of_one_is_exact():
     optimizer = build_optimizer(OptimizerConfig(LR=0.1 + 0.2, WEIGHT_DECAY=0.05), make_model())
     scale_values(optimizer, lr_scale=1.0, weight_decay_scale=1.0)
     assert {group["lr"] for group in optimizer.param_groups} == {0.1 + 0.2}
@@ -120,7 +120,7 @@ def test_layer_decay_trains_as_timm_does(name):
     assert num_different > len(expected) / 2  # the comparison sees rates that are not timm's
 
 
-def test_heads_are_the_last_layer_and_can_have_a_rate_of_their_own():
+def test_heads_are_the_last_layer_and_can_have_their_own_rate():
     model, _ = classifier("test_vit")
     config = OptimizerConfig(LR=0.5, LAYER_DECAY=0.5, HEAD_LR_SCALE=10, WEIGHT_DECAY=0.1)
     optimizer = build_optimizer(config, model)

@@ -52,7 +52,7 @@ def smaller(tmp_path_factory):
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_step_taken_again_leaves_every_bit_of_smaller_micro_batches(tmp_path, where, smaller):
+def test_a_repeated_step_equals_one_with_smaller_micro_batches(tmp_path, where, smaller):
     """Also buffers, generators and gradient scaler, which the failed step has changed."""
     found = trained(tmp_path, *PLACES[where], *greedy(8, where=where))
     assert of_training(found) == of_training(smaller[where])
@@ -82,7 +82,7 @@ def test_without_the_fault_nothing_is_split(tmp_path, smaller):
     assert of_training(plain) != of_training(smaller["forward"])
 
 
-def test_odd_micro_batches_are_split_and_weighted_by_their_samples(tmp_path):
+def test_odd_micro_batches_are_split_and_weighted_by_samples(tmp_path):
     odd = ("TRAIN.EFFECTIVE_BATCH_SIZE=7", "TRAIN.EPOCHS=1")
     split = trained(tmp_path / "a", *odd, *greedy(4), size=7)
     whole = trained(tmp_path / "b", *odd, size=7)["state"]["model"]

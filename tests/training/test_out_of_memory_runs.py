@@ -121,9 +121,7 @@ TWO = (*(token for token in RUN if "EFFECTIVE" not in token), "TRAIN.EFFECTIVE_B
         pytest.param(4, "clip", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_end_with_a_checkpoint_and_the_next_attempt_goes_on_smaller(
-    torchrun, tmp_path, from_step, where
-):
+def test_ranks_save_a_checkpoint_and_resume_at_a_smaller_size(torchrun, tmp_path, from_step, where):
     fault, whole = tmp_path / "runs/fault", tmp_path / "runs/whole"
     clip = "TRAIN.CLIP_GRAD_NORM=100"
     greedy_rank = (*greedy(8, from_step=from_step, where=where), "MODEL.rank=1")

@@ -151,7 +151,7 @@ def largest_error(found, expected):
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
-def test_no_split_of_an_effective_batch_changes_its_gradient_or_its_loss(ranks):
+def test_no_split_of_an_effective_batch_changes_gradient_or_loss(ranks):
     gradient, loss = by_hand()
     for world_size, steps in SPLITS:
         for rank in range(world_size):
@@ -160,7 +160,7 @@ def test_no_split_of_an_effective_batch_changes_its_gradient_or_its_loss(ranks):
             assert found_loss == pytest.approx(loss, rel=1e-6)
 
 
-def test_a_mean_over_the_known_labels_has_another_gradient_for_each_split(ranks):
+def test_a_mean_over_known_labels_changes_with_the_split(ranks):
     """Else the test above could not tell."""
     whole, _ = ranks[0]["MeanOverKnownLabels", 1, 1]
     for split in SPLITS[:-2]:
@@ -229,7 +229,7 @@ def fill_sets(metrics, rank, world_size):
     metrics.update(logits[rows], targets[rows], torch.tensor((1 + rank) / 8))
 
 
-def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(ranks):
+def test_validation_gives_the_training_loss_for_any_split(ranks):
     _, loss = by_hand()
     for world_size, size in product(WORLD_SIZES, VAL_BATCH_SIZES):
         for rank in range(world_size):
@@ -324,7 +324,7 @@ def statistics(module):
 
 
 def distributed(world):
-    """The statistics of a model and of another in the place of its average: before, after, after it again."""
+    """The statistics of a model and of one in place of its average: before, after, and after twice."""
     modules = [normalised(), normalised()]
     for number, module in enumerate(modules):
         generator = torch.Generator().manual_seed(10 * number + world.rank)
@@ -336,7 +336,7 @@ def distributed(world):
     return found
 
 
-def test_statistics_are_averaged_and_rank_0_gives_those_of_the_ema(ranks):
+def test_statistics_are_averaged_and_rank_0_gives_the_ema_ones(ranks):
     """Doing so again changes no bit: in float32, a third of a + a + a is not always a."""
     before, after, again = zip(*(results["statistics"] for results in ranks), strict=True)
     own = torch.stack([model for model, _ in before])

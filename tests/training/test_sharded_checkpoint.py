@@ -221,7 +221,7 @@ def test_training_goes_on_bit_for_bit(ranks):
     assert moments.keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def test_a_file_that_points_to_shards_reads_as_one_of_an_unsharded_run(ranks, saved):
+def test_a_file_that_points_to_shards_reads_as_an_unsharded_one(ranks, saved):
     state = load_checkpoint(saved / "last.pt")["state"]
     assert bits(state) == bits(ranks[0]["saved"])
     unsharded = make_state(World(CPU))
@@ -266,7 +266,7 @@ def test_a_rank_that_does_not_see_the_folder_ends_all(ranks):
     assert ranks[0]["unseen"] == ranks[1]["unseen"]
 
 
-def test_a_disk_that_refuses_one_rank_leaves_the_checkpoint_before(ranks):
+def test_a_full_disk_on_one_rank_keeps_the_earlier_checkpoint(ranks):
     for results in ranks:
         assert "the disk is full" in results["refused"]
         assert results["after"] == 1

@@ -78,7 +78,7 @@ class Gpt(nn.Module):
 
 
 class TiedBlocks(Gpt):
-    """Whose blocks share a layer, which is in neither alone."""
+    """Its blocks share a layer, which belongs to neither alone."""
 
     def __init__(self, num_classes):
         super().__init__(num_classes)
@@ -283,7 +283,7 @@ def test_bfloat16_stays_near_and_is_another_format(two, name):
     assert 1e-5 < float(((found - exact).abs() / exact).max()) < 0.05
 
 
-def test_what_is_gathered_at_once_is_chosen_and_changes_no_result(two):
+def test_the_choice_of_what_to_gather_changes_no_result(two):
     modules = {name: two[name]["modules"] for name in PLACED}
     block = "FSDPTransformerEncoderLayer"
     assert modules["default"] == modules["kept"] == {"FSDPGpt": 1, block: 2}

@@ -59,7 +59,7 @@ def assert_close(a, b):
 
 @pytest.mark.parametrize("sizes", [(12,), (4, 4, 4), (1,) * 12, (7, 5), (5, 5, 2)])
 @pytest.mark.parametrize("clip_grad_norm", [None, 0.05])
-def test_micro_batches_give_the_update_and_the_loss_of_one_big_batch(sizes, clip_grad_norm):
+def test_micro_batches_give_the_update_and_loss_of_one_big_batch(sizes, clip_grad_norm):
     model, reference, unweighted = make_model(), make_model(), make_model()
     step, big_step, plain_step = (
         make_step(each, momentum=0.9, clip_grad_norm=clip_grad_norm)
@@ -105,7 +105,7 @@ def test_at_most_one_micro_batch_is_alive():
 
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("part", [1 / 7, 2.0])
-def test_clipping_scales_unscaled_gradients_by_one_factor_of_at_most_one(part, is_scaled):
+def test_clipping_scales_unscaled_gradients_by_at_most_one(part, is_scaled):
     """Scaled by 1024, every gradient would be above the limit and the step 1024 times too small."""
     dtype = torch.float32 if is_scaled else torch.float64
     model, batch = make_model(dtype), make_batch(dtype)
@@ -122,7 +122,7 @@ def test_clipping_scales_unscaled_gradients_by_one_factor_of_at_most_one(part, i
 
 
 @pytest.mark.parametrize("clip_grad_norm", [None, 1.0])
-def test_a_step_whose_gradients_overflow_changes_nothing_but_the_scale(clip_grad_norm):
+def test_a_step_that_overflows_changes_nothing_but_the_scale(clip_grad_norm):
     """And the average counts no update."""
     model, batch = make_model(torch.float32), make_batch(torch.float32)
     scaler, ema = torch.amp.GradScaler("cpu", init_scale=2.0**30), Ema(model, 0.5)

@@ -33,7 +33,7 @@ class Wrapper(nn.Module):
         return self.module(*args)
 
 
-def test_unfreezing_frees_the_wrapper_and_makes_one_of_all_parameters(tmp_path):
+def test_unfreezing_frees_the_wrapper_and_wraps_all_parameters(tmp_path):
     made, trained = [], []
 
     def wrap(model):

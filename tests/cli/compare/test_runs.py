@@ -78,7 +78,7 @@ def test_a_size_found_is_shown_beside_sizes_that_were_set(tmp_path):
 @pytest.mark.parametrize(
     ("value", "expected"), [("raise", []), ("split", ["TRAIN.ON_OUT_OF_MEMORY"])]
 )
-def test_a_key_that_an_older_version_lacked_counts_as_its_default(value, expected):
+def test_a_key_unknown_to_an_older_version_counts_as_its_default(value, expected):
     older = {**config("")}
     del older["TRAIN.ON_OUT_OF_MEMORY"], older["DATA.AUTOBATCH.LOG_LEVEL_VAL"]
     assert differing_keys([older, config(f"TRAIN.ON_OUT_OF_MEMORY={value}")]) == expected

@@ -214,7 +214,7 @@ MANY = ("DATA.DATASET.ROOT=many", "DATA.DATASET.VAL=.", "--output")
 
 
 @pytest.mark.e2e
-def test_a_size_that_autobatch_finds_evaluates_as_one_set_by_hand(birds, evaluate, tmp_path):
+def test_a_found_size_gives_the_same_results_as_one_set_by_hand(birds, evaluate, tmp_path):
     """The model takes 30 samples; more of them name the keys."""
     write_images(tmp_path / "many", FOLDERS, 10)
     evaluate(*MANY, "found", "DATA.AUTOBATCH.ENABLED_VAL=True")
