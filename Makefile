@@ -8,7 +8,7 @@ ifneq ($(origin PYTHON),file)
     [ -d .venv/lib/python$$version ] || [ ! -d .venv ] || echo "-$$version")
 endif
 BIN := $(VENV)/bin
-# Each process imports torch and timm for some seconds, and holds up to 1.5 GiB.
+# At most four workers: each holds up to 1.5 GiB.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 1))')
 PARALLEL = --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder
 THOROUGH := --hypothesis-profile=thorough --timeout=600
@@ -46,7 +46,7 @@ test-integrations: $(VENV)/.installed-dev,integrations ## run the tests with Lig
 test-all: $(VENV)/.installed-dev ## run the whole test suite
 	$(BIN)/python -m pytest $(THOROUGH) $(PARALLEL)
 
-test-mutants: $(VENV)/.installed-dev ## make mistakes in copies of the code, and see that the quick tests catch each
+test-mutants: $(VENV)/.installed-dev ## make mistakes in copies of the code, and see that tests catch each
 	$(BIN)/python -m tests.mutants
 
 coverage: $(VENV)/.installed-dev ## measure which lines of linnaeus/ the tests run, without integrations and slow tests

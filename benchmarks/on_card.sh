@@ -85,7 +85,7 @@ if [ -n "${SMALL:-}" ]; then
   train_with bf16 60 MODEL.NAME=test_resnet TRAIN.AMP=bf16 DATA.AUTOBATCH.MAX_BATCH_SIZE=64
   part overhead 60 python3 benchmarks/trainer_overhead.py --turns 2 --widths 256 --accumulation 1
 else
-  part tests 70 python3 -m pytest -q -p no:cacheprovider -m "gpu and not slow" tests/autobatch
+  part tests 120 python3 -m pytest -q -p no:cacheprovider -m "gpu and not slow" tests/autobatch tests/memory tests/data tests/training/test_cached_blocks.py
   part truth 120 python3 -m benchmarks.research.gpu_truth --rows 2 --fraction 0.2
   part finders 140 python3 benchmarks/search_peers.py --device cuda --model vit_small_patch16_224 --img-size 224 --memory-limit-gb 20 --rounds 1
   search_under_ddp resnet50 224 4096

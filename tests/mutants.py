@@ -1,4 +1,4 @@
-"""Mistakes that the quick tests must catch: each is made in a copy of the repository, where its tests run.
+"""Mistakes that the tests must catch: each is made in a copy of the repository, where its tests run.
 
 `python -m tests.mutants [WORD...]` prints the test that kills each mutant whose name holds a WORD, and exits
 with 1 if one survives.

@@ -212,7 +212,6 @@ def test_a_command_works(line, desk, run):
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     "line",
     [

@@ -112,7 +112,6 @@ def test_with_another_batch_the_learning_rate_reaches_its_floor(
 
 
 @e2e
-@pytest.mark.distributed
 def test_other_processes_go_on_at_the_same_place(run, torchrun, tmp_path):
     options = (*RESUMABLE, f"{DATASET}.length=97", "OPTIMIZER.NAME=lamb")
     assert run(*options, interrupted(132)).code == 130
@@ -317,7 +316,6 @@ def test_another_number_of_own_samples_is_named(run, monkeypatch):
 
 
 @e2e
-@pytest.mark.distributed
 def test_ranks_stop_early_together(torchrun, tmp_path):
     options = (
         *RESUMABLE,

@@ -234,6 +234,15 @@ def test_earlier_trials_guide_the_search_below_a_lowered_budget(monkeypatch):
     assert (found.batch_size, found.limited_by, found.certified) == (140, "memory", True)
 
 
+@pytest.mark.parametrize("extra_mib", [20, 400])
+@pytest.mark.parametrize("kept", [lambda batch: batch * 3, lambda batch: batch[:1] * 3])
+def test_a_step_that_keeps_every_output_has_no_size(kept, extra_mib):
+    outputs = []
+    with pytest.raises(AutoBatchError, match=r"[\d.]+ MiB"):
+        find_on_cpu(lambda batch: outputs.append(kept(batch)), make_batch, **room(extra_mib))
+    outputs.clear()  # the traceback holds them, and later tests measure what is held
+
+
 # --- what limits it ---
 
 

@@ -10,7 +10,7 @@ from tests.helpers.children import ROOT
 from tests.helpers.processes import compute
 from tests.helpers.runs import wait_until
 
-pytestmark = [pytest.mark.distributed, pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e]
 
 PROGRAM = "tests.autobatch.group_ranks"
 

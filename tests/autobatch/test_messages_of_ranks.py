@@ -29,28 +29,28 @@ from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.runtime.distributed import JobControl, agree_on_attempt
 from linnaeus.size_search.searches import find_sizes
 from tests.helpers.messages import error_of
-from tests.helpers.planes import Script, planes, ranks
+from tests.helpers.planes import ScriptedClock, control_planes, ranks
 from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared, result
 
 
 def of_ranks():
     messages = {}
-    main, other = planes(limit_s=SILENCE_LOOKS * BEAT_S)
+    main, other = control_planes(limit_s=SILENCE_LOOKS * BEAT_S)
     other.update("train: trying batch size 128")
     for _ in range(SILENCE_LOOKS + 1):
         main.look()
     messages["a silent rank"] = error_of(main.check).replace(str(os.getpid()), "<pid>")
-    main, _ = planes(kind=partial(JobControl, minutes=0.5))
+    main, _ = control_planes(kind=partial(JobControl, minutes=0.5))
     main.declare_hang(0, "a collective has taken too long")
     messages["a collective of a run that hangs"] = error_of(main.check)
-    main, other = planes()
+    main, other = control_planes()
     main.update("train: trying batch size 128")
     messages["a rank that never ends"] = error_of(RankStatus(control=other).gather, None)
-    main, other = planes()
+    main, other = control_planes()
     messages["a rank that has not begun its search"] = error_of(check_equal, main, {})
     for rank in (0, 1):
         messages[f"what rank {rank} waits for in vain"] = error_of(
-            agree_on_attempt, HashStore(), rank, 3, 600, Script()
+            agree_on_attempt, HashStore(), rank, 3, 600, ScriptedClock()
         )
     return messages
 

@@ -12,7 +12,7 @@ from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.runtime.distributed import RankEnded, World, report_errors_to_all_ranks
 from linnaeus.runtime.errors import AutoBatchError, LinnaeusError
 from tests.helpers import planes
-from tests.helpers.planes import nothing, script
+from tests.helpers.planes import add_events, nothing
 from tests.helpers.searches import result
 
 CPU = torch.device("cpu")
@@ -70,8 +70,8 @@ def test_an_error_of_one_rank_ends_all_with_its_exit_code(error, code, told, cap
 
 def test_what_a_rank_does_and_waits_for_can_be_shown():
     """Rank 0 shows it on the user's terminal."""
-    main, other = planes.planes()
-    script(main, lambda: other.update("trying 128"), *[nothing] * 50, lambda: other.gather(8))
+    main, other = planes.control_planes()
+    add_events(main, lambda: other.update("trying 128"), *[nothing] * 50, lambda: other.gather(8))
     shown = []
     assert exchange(main, gives(4), show=shown.append) == [4, 8]
     assert shown[0] == "waiting"

@@ -7,7 +7,7 @@ import pytest
 from tests.autobatch.faulty import TINY
 from tests.helpers.runs import assert_same_bits, weights
 
-pytestmark = [pytest.mark.distributed, pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e]
 
 
 def sizes(folder):

@@ -12,7 +12,6 @@ from tests.helpers.small_runs import NAME, PLAIN, curve, lines_of, plan_of
 
 
 @pytest.mark.e2e
-@pytest.mark.distributed
 def test_two_processes_train_as_one(run, torchrun, tmp_path):
     """The same effective size; 103 samples leave some over for any number of processes."""
     options = (

@@ -251,11 +251,11 @@ def test_a_column_of_whole_numbers_may_be_the_label(manifest):
 
 def test_words_for_unknown_labels_are_counted_once(manifest):
     """A class may have such a name: with a backslash in front, or in another case."""
-    words = "label: \\None none Na None - N/A | split: train val val train train"
+    words = "label: \\None none Na None - NA | split: train val val train train"
     bundle = manifest(words, num=30)
     assert levels(bundle) == {"label": ("Na", "None", "none")}
     (line,) = notes(bundle, "unknown labels")
-    assert line.endswith(": 5 'None', 5 '-', 5 'N/A'")
+    assert line.endswith(": 5 'None', 5 '-', 5 'NA'")
 
 
 NAMES = ("none", "None", "NA", "-", "null", "\\None", "\\\\nan", "cat")
@@ -294,7 +294,7 @@ def test_an_unusable_test_split_is_noted(manifest, tmp_path):
     assert (sum(sizes(bundle)), len(notes(bundle, "no test split"))) == (24, 1)
 
 
-@pytest.mark.parametrize("place", ["", "images", "train/more"])
+@pytest.mark.parametrize("place", ["", "images", "train_images", "train/more"])
 def test_names_without_an_ending(manifest, tmp_path, place):
     files = [f"{i}.x{('.JPG', '.jpg', '.png')[i % 3]}" for i in range(9)]
     (tmp_path / place).mkdir(parents=True, exist_ok=True)

@@ -30,8 +30,9 @@ class Process(subprocess.Popen):
     """A running command line, which is killed when nothing refers to its object."""
 
     def __del__(self):
-        self.kill()
-        self.wait()
+        if hasattr(self, "pid"):
+            self.kill()
+            self.wait()
 
 
 def start(argv, *, cwd, env=None, stdout, stderr, new_session=False):
@@ -57,6 +58,7 @@ def python(*argv, cwd, env=None):
         process = start(argv, cwd=cwd, env=env, stdout=stdout, stderr=stderr)
         with suppress(subprocess.TimeoutExpired):
             process.wait(limit_s)
+        process.kill()
         for file in (stdout, stderr):
             file.seek(0)
         out, err = stdout.read(), stderr.read()

@@ -9,11 +9,11 @@ from linnaeus.runtime.errors import LinnaeusError
 from tests.helpers.threads import together
 
 
-class Script:
-    """A clock that only runs while a rank pauses; the next event happens in each pause.
+class ScriptedClock:
+    """A clock that only runs while a rank pauses.
 
     Args:
-        events: what the other ranks do, one in each pause; nothing after the last of them.
+        events: functions, one for each pause in this order: what the other ranks do then.
     """
 
     def __init__(self, *events):
@@ -34,7 +34,7 @@ def nothing():
     """A pause without an event."""
 
 
-def planes(
+def control_planes(
     num_ranks=2,
     store=None,
     kind=ControlPlane,
@@ -42,11 +42,13 @@ def planes(
 ):
     """Control planes with a clock each, whose heartbeats only come when the test calls `look`."""
     store = store or HashStore()
-    return [kind(store, rank, num_ranks, clock=Script(), **options) for rank in range(num_ranks)]
+    return [
+        kind(store, rank, num_ranks, clock=ScriptedClock(), **options) for rank in range(num_ranks)
+    ]
 
 
-def script(plane, *events):
-    """The clock of a plane of `planes`, with events for the next pauses."""
+def add_events(plane, *events):
+    """Add events for the next pauses to the clock of a plane, and return the clock."""
     clock = plane.clock
     clock.events += events
     return clock

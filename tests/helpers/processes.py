@@ -26,6 +26,8 @@ def compute(module, num_ranks, folder):
             for process in processes:
                 process.wait(children.limit_s)
         codes = [process.poll() for process in processes]
+        for process in processes:
+            process.kill()
     assert codes == [0] * num_ranks, log.read_text()
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(num_ranks)]
 

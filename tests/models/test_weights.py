@@ -1,6 +1,7 @@
 """Weights of another run, or of a file with a backbone or a whole model."""
 
 import argparse
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -148,6 +149,27 @@ def test_a_whole_average_is_taken_before_the_weights(load, average):
     part = {name: tensor for name, tensor in averaged.items() if "layer1" in name}
     model, _ = load({"state_dict": weights, average: part, "schema": averaged})
     assert is_loaded(model, weights)
+
+
+def test_a_prefix_hides_no_names_that_timm_translates(tmp_path):
+    """Facebook's names of ConvNeXt, in a module that is called `model`."""
+    own = random_state(7, "test_convnext")
+    names = {"stem": "downsample_layers.0", "head.norm": "norm", "head.fc": "head"}
+    foreign = {}
+    for name, tensor in own.items():
+        for ours, theirs in names.items():
+            if name.startswith(f"{ours}."):
+                name = name.replace(ours, theirs, 1)
+                break
+        else:
+            name = re.sub(r"stages\.(\d)\.blocks\.", r"stages.\1.", name)
+            name = re.sub(r"stages\.(\d)\.downsample\.", r"downsample_layers.\1.", name)
+            name = name.replace("conv_dw", "dwconv").replace("mlp.fc", "pwconv")
+        foreign[f"model.{name}"] = tensor
+    torch.save(foreign, tmp_path / "a.pt")
+    model, line = built("test_convnext", WEIGHTS=str(tmp_path / "a.pt"))
+    assert is_loaded(model, own)
+    assert "'model.'" in line
 
 
 def test_checkpoints_of_timms_training_script_load(load):

@@ -20,7 +20,7 @@ from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.runtime.distributed import Hang, JobControl, agree_on_attempt
 from linnaeus.runtime.errors import LinnaeusError
 from tests.helpers import children
-from tests.helpers.planes import Script, nothing, planes, ranks, script
+from tests.helpers.planes import ScriptedClock, add_events, control_planes, nothing, ranks
 from tests.helpers.threads import together
 
 BROKEN = Failure(1, "broken", 7)
@@ -63,12 +63,12 @@ def test_exchanges_give_every_rank_its_values_and_leave_few_keys():
 
 def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(caplog):
     caplog.set_level(logging.INFO, "linnaeus.autobatch.ranks")
-    main, other = planes(name_of=lambda rank: rank + 2)
+    main, other = control_planes(name_of=lambda rank: rank + 2)
     waited = []
     pauses = [nothing] * 200
     pauses[45] = lambda: other.update("trying 128")
     pauses[199] = lambda: other.gather("late")
-    clock = script(main, *pauses)
+    clock = add_events(main, *pauses)
     assert main.gather("soon", on_wait=lambda *what: waited.append(what)) == ["soon", "late"]
     assert clock.seconds > 0.8 * len(pauses), "about one look a second costs no CPU"
     assert (waited[0], waited[-1]) == ((3, "starting"), (3, "trying 128"))
@@ -79,7 +79,7 @@ def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(caplog):
 
 
 def test_a_rank_that_takes_too_long_is_named_with_what_it_does():
-    main, other = planes(name_of=lambda rank: rank + 2)
+    main, other = control_planes(name_of=lambda rank: rank + 2)
     other.update("trying 128")
     with pytest.raises(OverdueError) as caught:
         main.gather(None, limit_s=100)
@@ -99,14 +99,16 @@ def test_ranks_that_meet_go_on_together_as_often_as_they_do():
 
     ranks(work, work, work)
     assert [number for number, _ in passed] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    main, other = planes()
-    script(main, *[nothing] * 3, lambda: passed.append((3, 1)), lambda: other.barrier("here", 1))
+    main, other = control_planes()
+    add_events(
+        main, *[nothing] * 3, lambda: passed.append((3, 1)), lambda: other.barrier("here", 1)
+    )
     main.barrier("here", 2)
     assert passed[-1] == (3, 1), "it has waited"
 
 
 def test_a_rank_that_others_wait_to_meet_too_long_ends_the_job():
-    main, other = planes(limit_s=100.0)
+    main, other = control_planes(limit_s=100.0)
     other.update("trying 128")
     with pytest.raises(JobFailedError, match="trying 128") as caught:
         main.barrier("here", 2)
@@ -116,7 +118,7 @@ def test_a_rank_that_others_wait_to_meet_too_long_ends_the_job():
 
 
 def test_a_later_error_of_a_rank_gives_way_to_the_first():
-    main, other = planes()
+    main, other = control_planes()
     fail(other)
     with pytest.raises(JobFailedError, match="rank 1: broken") as caught:
         main.publish(RuntimeError("Connection closed by peer"))
@@ -128,12 +130,12 @@ def test_a_later_error_of_a_rank_gives_way_to_the_first():
 
 
 def test_the_first_failure_counts_and_stays_until_others_read_it():
-    main, other = planes()
-    clock = script(other, nothing, nothing, main.look)
+    main, other = control_planes()
+    clock = add_events(other, nothing, nothing, main.look)
     assert other.fail(BROKEN) == BROKEN
     assert clock.seconds < exchange.FAREWELL_S / 2
     assert main.fail(Failure(0, "mine")) == BROKEN == main.failure
-    deserted, _ = planes()
+    deserted, _ = control_planes()
     fail(deserted)
     assert deserted.clock.seconds >= exchange.FAREWELL_S
 
@@ -142,7 +144,7 @@ def test_a_rank_that_hangs_after_a_failure_is_ended():
     """Such as in a collective of NCCL, which ends when all ranks come."""
     ended = []
     for communicates, expected in ((False, []), (True, [BROKEN])):
-        hanging, failing = planes(kind=ending(ended.append))
+        hanging, failing = control_planes(kind=ending(ended.append))
         hanging.communicates = failing.communicates = communicates
         fail(failing)
         for _ in range(heartbeat.ABANDON_LOOKS):
@@ -157,7 +159,7 @@ def test_a_rank_that_hangs_after_a_failure_is_ended():
 @pytest.mark.parametrize("is_zombie", [True, False])
 def test_a_rank_whose_process_has_died_is_named(is_zombie):
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    main, third, other = planes(3)
+    main, third, other = control_planes(3)
     with patch("os.getpid", return_value=process.pid):
         other.update("trying 128")
         other.collect("sent")
@@ -173,7 +175,7 @@ def test_a_rank_whose_process_has_died_is_named(is_zombie):
     death = third.death()
     assert death is not None, "rank 0 may be deaf, or on another machine"
     assert death.rank == 2
-    script(main, nothing, main.look)
+    add_events(main, nothing, main.look)
     with pytest.raises(JobFailedError, match="trying 128") as caught:
         main.gather("next")
     assert caught.value.failure == death
@@ -183,7 +185,7 @@ def test_a_rank_whose_process_has_died_is_named(is_zombie):
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_silent_live_rank_is_named_and_later_ends_the_job(silent, caplog):
     """It may hold the GIL."""
-    pair = planes(limit_s=2 * heartbeat.SILENCE_LOOKS * heartbeat.BEAT_S)
+    pair = control_planes(limit_s=2 * heartbeat.SILENCE_LOOKS * heartbeat.BEAT_S)
     watching = pair[1 - silent]
     pair[silent].update(lambda: f"{silent} works")
     watching.update("waiting")
@@ -200,7 +202,7 @@ def test_a_silent_live_rank_is_named_and_later_ends_the_job(silent, caplog):
 
 @pytest.mark.parametrize("is_stopped", [True, False])
 def test_a_stopped_process_ends_the_job_and_is_aborted(is_stopped, monkeypatch):
-    main, other = planes(kind=partial(JobControl, minutes=10))
+    main, other = control_planes(kind=partial(JobControl, minutes=10))
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         with patch("os.getpid", return_value=process.pid):
             other.update("trying 128")
@@ -218,7 +220,7 @@ def test_a_stopped_process_ends_the_job_and_is_aborted(is_stopped, monkeypatch):
 
 
 def test_a_rank_that_beats_or_has_left_is_not_silent(caplog):
-    main, other, leaving, _ = planes(4)
+    main, other, leaving, _ = control_planes(4)
     with leaving:
         main.look()
     for number in range(3 * heartbeat.SILENCE_LOOKS):
@@ -272,7 +274,7 @@ def test_leftovers_of_an_attempt_that_failed_to_join_do_no_harm(dead):
     """One rank of the first attempt laid down its card, or told a name, and died."""
     store = HashStore()
     with pytest.raises(LinnaeusError):
-        agree_on_attempt(store, 1 - dead, 2, 30, Script())
+        agree_on_attempt(store, 1 - dead, 2, 30, ScriptedClock())
     first, second = joined(store, 2, dead)
     assert first == second
 
@@ -280,7 +282,7 @@ def test_leftovers_of_an_attempt_that_failed_to_join_do_no_harm(dead):
 def test_ranks_that_do_not_come_are_named(capsys):
     store = HashStore()
     with pytest.raises(LinnaeusError, match=r"rank 1, 2 .*DIST.START_MINUTES"):
-        agree_on_attempt(PrefixStore("a", store), 0, 3, 70, Script())
+        agree_on_attempt(PrefixStore("a", store), 0, 3, 70, ScriptedClock())
     assert len(capsys.readouterr().err.splitlines()) == 2, "every 30 seconds"
     with pytest.raises(LinnaeusError, match=r"rank 0 .*DIST.START_MINUTES"):
-        agree_on_attempt(PrefixStore("b", store), 2, 3, 70, Script())
+        agree_on_attempt(PrefixStore("b", store), 2, 3, 70, ScriptedClock())

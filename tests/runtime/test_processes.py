@@ -68,7 +68,6 @@ def test_killed_a_hundred_times_and_resumed(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.distributed
 def test_two_processes(torchrun, tmp_path):
     options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8", "TRAIN.EPOCHS=1")
     outcome = torchrun(2, *SMALL, *options).ok()
@@ -79,3 +78,10 @@ def test_two_processes(torchrun, tmp_path):
     assert (run / "logs/rank1.log").is_file()
     assert "rank 1" not in outcome.out
     assert lines_of(run, "val")[-1]["step"] == 96 // 2 // 8
+
+
+@pytest.mark.e2e
+def test_a_mistake_ends_all_processes(torchrun):
+    outcome = torchrun(2, *SMALL, "TRAIN.SYNC_BATCHNORM=True")
+    assert outcome.code != 0
+    assert "TRAIN.SYNC_BATCHNORM" in outcome.err

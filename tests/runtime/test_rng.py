@@ -98,7 +98,6 @@ def test_a_deterministic_run_puts_the_callers_setting_back(run, request, monkeyp
 
 
 @pytest.mark.e2e
-@pytest.mark.distributed
 def test_no_rank_has_the_stream_of_another_seed(torchrun, tmp_path):
     spy = (*PLAIN, f"MODEL._target_={__name__}.Spy", f"MODEL.folder={tmp_path}", "TRAIN.EPOCHS=1")
     torchrun(2, *spy, "EXPERIMENT.SEED=5").ok()

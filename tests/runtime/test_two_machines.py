@@ -17,7 +17,7 @@ from tests.helpers.small_runs import lines_of
 NAMES = ("first", "second")
 ADDRESSES = ("10.200.0.1", "10.200.0.2")
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+pytestmark = [pytest.mark.slow]
 
 
 def run(*command):

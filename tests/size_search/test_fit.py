@@ -188,7 +188,6 @@ def test_messages(golden, run):
 
 
 @pytest.mark.e2e
-@pytest.mark.distributed
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_agree_that_a_size_does_not_fit_on_one_of_them(torchrun, tmp_path, rank):
     folder = tmp_path / "runs/small"

@@ -27,7 +27,6 @@ from tests.helpers.runs import free_ports
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 MARKS = [
     pytest.mark.slow,
-    pytest.mark.distributed,
     pytest.mark.skipif(
         not all(map(shutil.which, PROGRAMS)),
         reason="needs slurmctld, slurmd, slurm-client and munge",

@@ -9,8 +9,6 @@ from linnaeus.sweep import torchrun
 from tests.helpers import children
 from tests.helpers.runs import wait_until
 
-pytestmark = pytest.mark.distributed
-
 PROGRAM = """
 import ctypes, pathlib, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it never outlives torchrun

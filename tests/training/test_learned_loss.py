@@ -124,7 +124,6 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.e2e
-@pytest.mark.distributed
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_it_trains_as_in_a_plain_loop(ranks, split):
     world_size, _, clip, amp = split
@@ -197,7 +196,6 @@ def test_a_searched_run_resumes_bit_for_bit(run, tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.distributed
 def test_all_ranks_begin_with_rank_0s(torchrun, tmp_path):
     for name, of_rank in (("equal", 0), ("other", 1)):
         outcome = torchrun(2, *RUN, f"LOSS.of_rank={of_rank}.0", f"EXPERIMENT.NAME={name}")

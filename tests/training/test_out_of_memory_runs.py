@@ -10,8 +10,9 @@ from torch import nn
 from linnaeus.autobatch.memory.host import status_bytes
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.training.checkpoint import load_checkpoint
+from tests.helpers import children
 from tests.helpers.greedy import SPLIT, greedy
-from tests.helpers.runs import checkpoint_of, weights
+from tests.helpers.runs import TORCHRUN, checkpoint_of, weights
 from tests.helpers.small_runs import PLAIN, assert_same_states, curve
 
 
@@ -149,3 +150,24 @@ def test_ranks_save_a_checkpoint_and_resume_at_a_smaller_size(torchrun, tmp_path
 def test_without_split_the_ranks_end_without_a_checkpoint(torchrun, tmp_path):
     assert torchrun(2, *TWO, *greedy(8), "MODEL.rank=1").code != 0
     assert not list((tmp_path / "runs/plain").glob("checkpoints/*.pt"))
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_the_ranks_until_they_fit(tmp_path):
+    command = [*TORCHRUN, "--nproc_per_node=2", "--max-restarts=2", "-m", "linnaeus.main"]
+    fault = (*greedy(4, from_step=2), "MODEL.rank=1", SPLIT)
+    children.python(*command, *TWO, *fault, cwd=tmp_path).ok()
+    assert checkpoint_of(tmp_path / "runs/plain")["micro_batch_limit"] == 4
+    assert curve(tmp_path / "runs/plain")[0] == list(range(1, 10))
+
+
+@pytest.mark.slow
+def test_validation_without_memory_on_one_rank_ends_all(torchrun, tmp_path):
+    model = ("MODEL._target_=tests.helpers.greedy.GreedyInValidation", "MODEL.largest=8")
+    options = (*TWO, *model, "MODEL.from_sample=70", "MODEL.rank=1", SPLIT)
+    ended = torchrun(2, *options)
+    assert ended.code != 0
+    assert "rank 1: out" in ended.err
+    assert checkpoint_of(tmp_path / "runs/plain")["progress"]["epoch"] == 1
+    torchrun(2, *options, "DATA.BATCH_SIZE_VAL=8").ok()
+    assert curve(tmp_path / "runs/plain")[0] == list(range(1, 10))

@@ -24,7 +24,7 @@ from tests.helpers.processes import compute, group_of
 from tests.helpers.small_runs import NAME
 from tests.test_resume import RESUMABLE, interrupted
 
-pytestmark = [pytest.mark.distributed, pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e]
 
 CPU = torch.device("cpu")
 WORLD_SIZES = (3, 2, 1)

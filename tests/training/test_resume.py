@@ -219,23 +219,50 @@ FIXED_NODES = (
     "MODEL.PRETRAINED",
 )
 KEYS = {key for key in flat(resumed_nodes(Config())) if not key.startswith("DATA.")}
-ALWAYS_REFUSED = {key for key in KEYS if key.startswith(FIXED_NODES)}
+REFUSED_BY_DEFAULT = {key for key in KEYS if key.startswith(FIXED_NODES)}
+assert {"EXPERIMENT.SEED", "SCHEDULE.NAME", "MODEL.LORA.RANK"} <= REFUSED_BY_DEFAULT
 
 
-@pytest.mark.parametrize("key", sorted(ALWAYS_REFUSED))
-def test_another_value_of_a_fixed_key_is_refused_by_its_key(folder, key):
-    nodes = resumed_nodes(Config())
-    folder.save(whole(config=nodes))
-    changed = OmegaConf.create(nodes)
+RATES = {
+    "OPTIMIZER.LR",
+    "OPTIMIZER.WEIGHT_DECAY",
+    "OPTIMIZER.LR_SCALING",
+    "OPTIMIZER.WEIGHT_DECAY_SCALING",
+    "OPTIMIZER.BASE_BATCH_SIZE",
+    "SCHEDULE.NAME",
+    "SCHEDULE.WARMUP_STEPS",
+}
+
+
+def with_another(key):
+    """The nodes of a configuration with another value of a key."""
+    changed = OmegaConf.create(resumed_nodes(Config()))
     OmegaConf.update(changed, key, "another")
-    nodes = OmegaConf.to_container(changed)
-    with pytest.raises(ConfigError, match=re.escape(key)):
-        find_checkpoint(folder, nodes, None, ALONE)
+    return OmegaConf.to_container(changed)
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED_BY_DEFAULT))
+def test_another_value_of_a_fixed_key_is_refused_by_its_key(folder, key):
+    folder.save(whole(config=resumed_nodes(Config())))
+    with pytest.raises(ConfigError, match=re.escape(key)) as caught:
+        find_checkpoint(folder, with_another(key), None, ALONE)
+    is_rate = key.startswith("SCHEDULE.") or key in RATES
+    assert ("TRAIN.RESUME_WITH" in str(caught.value)) == is_rate, "the remedy"
+
+
+@pytest.mark.parametrize("key", sorted(RATES))
+def test_another_rate_is_taken_where_it_is_asked_for(folder, key, caplog):
+    folder.save(whole(config=resumed_nodes(Config())))
+    with caplog.at_level("INFO"):
+        find_checkpoint(folder, with_another(key), "lr", ALONE)
+    assert key in caplog.text
+    with pytest.raises(ConfigError, match=r"OPTIMIZER\.NAME"):
+        find_checkpoint(folder, with_another("OPTIMIZER.NAME"), "lr", ALONE)
 
 
 def test_every_key_of_a_checkpoint_is_tried():
     tried = {title.split()[0] for title in (*IN_FORCE, *REFUSED)}
-    assert KEYS - tried - ALWAYS_REFUSED - READ_WHERE_USED == set()
+    assert KEYS - tried - REFUSED_BY_DEFAULT - READ_WHERE_USED == set()
 
 
 @pytest.mark.parametrize("value", [None, 0.5])

@@ -37,7 +37,7 @@ from tests.helpers.runs import SMALL
 from tests.helpers.small_runs import PLAIN, Clusters, lines_of, validations_of
 from tests.training.test_checkpoint import copied_before_each_operation, in_order
 
-pytestmark = [pytest.mark.distributed, pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e]
 
 CPU = torch.device("cpu")
 GLOBAL_BATCH = 12

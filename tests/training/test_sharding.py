@@ -25,7 +25,7 @@ from linnaeus.training.sharding import check_sharding, reshard
 from tests.helpers.messages import error_of, raised
 from tests.helpers.processes import compute, group_of
 
-pytestmark = [pytest.mark.distributed, pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e]
 
 NUM_STEPS, FEW, SAMPLES, NUM_SAMPLES = 20, 6, 4, 64
 WAYS = {4: ("none", "full", "hybrid"), 3: ("none", "full"), 2: ("none", "full")}

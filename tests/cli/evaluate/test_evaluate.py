@@ -135,7 +135,6 @@ for argv in (train, own, [*own, "--output", "other", "DATA.BATCH_SIZE_VAL=2"]):
 
 
 @pytest.mark.e2e
-@pytest.mark.distributed
 def test_two_ranks_give_the_logged_figures(tmp_path):
     """Both start once, train and evaluate; another batch size gives the same counts and another mean loss."""
     write_images(tmp_path / "birds", FOLDERS, 6)
