@@ -240,7 +240,7 @@ def test_a_sweep_killed_at_random_moments_ends_as_a_calm_one(tmp_path):
         return written_bytes() >= moment and victims()
 
     num_kills = 0
-    while num_kills < 20:
+    while num_kills < 8:
         moment = written_bytes() + chance.randint(0, 2000)
         wait_until(is_there)
         with suppress(psutil.Error, IndexError):  # it has just ended
