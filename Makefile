@@ -8,8 +8,8 @@ ifneq ($(origin PYTHON),file)
     [ -d .venv/lib/python$$version ] || [ ! -d .venv ] || echo "-$$version")
 endif
 BIN := $(VENV)/bin
-# At most four workers: each holds up to 1.5 GiB.
-WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 1))')
+# One process more than there are cores, at most four: many tests wait for processes of their own.
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 PARALLEL = --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder
 THOROUGH := --hypothesis-profile=thorough --timeout=600
 

@@ -3,8 +3,10 @@
 import gc
 import logging
 import os
+import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from importlib import import_module
@@ -61,6 +63,24 @@ def pytest_addoption(parser):
 def golden(request):
     """Compares the messages of an area with its file in `tests/messages/`."""
     return Golden(rewrites=request.config.getoption("--rewrite-messages"))
+
+
+def pytest_configure(config):
+    if config.getoption("numprocesses", None):
+        children.share_template()  # one for all workers
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    """Workers are forks of the template: each of them would import torch and timm for some 20 seconds."""
+    if "coverage" in sys.modules:  # it counts lines that run while a module is imported
+        return
+    for spec in specs:
+        spec.python = shlex.join([sys.executable, children.__file__])
+        # of plugins of pytest that other packages contain
+        spec.env["PYTEST_ADDOPTS"] = (
+            "-W 'ignore:Module already imported:pytest.PytestAssertRewriteWarning'"
+        )
 
 
 def pytest_collection_modifyitems(items):

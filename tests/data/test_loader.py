@@ -314,6 +314,7 @@ def test_interrupted_processes_end_quietly(tmp_path):
             cwd=tmp_path,
             stdout=file,
             stderr=file,
+            finalize=True,
             new_session=True,  # Ctrl-C reaches all processes of the terminal's group, workers too
         )
     wait_until((tmp_path / "runs/plain/metrics.jsonl").exists, process, log)
