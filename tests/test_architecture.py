@@ -83,6 +83,9 @@ import sys
 from importlib.machinery import PathFinder
 
 absent = sys.argv[1].split()
+for name in list(sys.modules):  # a fork has them already
+    if name.split(".")[0] in (*absent, "linnaeus"):
+        del sys.modules[name]
 
 class Installed(PathFinder):
     @classmethod
@@ -134,6 +137,8 @@ def surroundings():
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     return dict(os.environ), handlers, sys.excepthook, sys.path[:], os.getcwd()
 
+for name in own:  # a fork has them already
+    sys.modules.pop(name, None)
 before = surroundings()
 for name in own:
     importlib.import_module(name)

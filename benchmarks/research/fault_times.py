@@ -67,7 +67,12 @@ class Job:
         environment = {"PYTHONPATH": str(ROOT), "CI": "true", "OMP_NUM_THREADS": "1", **env}
         with self.log.open("w") as log:
             self.torchrun = children.start(
-                command, cwd=folder, env=environment, stdout=log, stderr=log
+                command,
+                cwd=folder,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                children_fork=not module,
             )
 
     def ranks(self) -> list[psutil.Process]:
