@@ -125,7 +125,7 @@ def test_other_processes_go_on_at_the_same_place(run, torchrun, tmp_path):
     assert rates[first] == pytest.approx(rates_at([position], plan_of(folder)["TOTAL_STEPS"])[0])
     groups = checkpoint_of(folder)["state"]["optimizer"]["param_groups"]
     assert groups[0]["lr"] == pytest.approx(0.001)
-    assert {group["step"] for group in groups} == {steps[-1]}, "lamb counts in its groups"
+    assert all(group["step"] == steps[-1] for group in groups), "lamb counts in its groups"
 
 
 FAILING = {
