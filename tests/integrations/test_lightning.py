@@ -119,11 +119,8 @@ def test_a_much_larger_batch_logs_a_line_on_the_learning_rate(caplog):
     assert "learning rate" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "others"),
-    [({"accumulate_grad_batches": 3}, list), ({"precision": "bf16-mixed"}, average)],
-)
-def test_training_takes_the_memory_that_the_search_measured(options, others):
+def test_training_takes_the_memory_that_the_search_measured():
+    options, others = {"precision": "bf16-mixed", "accumulate_grad_batches": 3}, average
     fit(Net(mib=1.0))
     callback = AutoBatch(**room(120), max_batch_size=90, val=False)
     fit(Large(), callbacks=[*others(), callback], **options)
