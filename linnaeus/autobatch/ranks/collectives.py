@@ -29,16 +29,18 @@ class BeforeCollectives:
         self._call = call
 
     def __enter__(self) -> Self:
-        self._library = library.Library("c10d", "IMPL")
+        # Nothing public removes kernels at once.
+        self._scope = library._scoped_library("c10d", "IMPL")
+        kernels = self._scope.__enter__()
         for name in torch._C._dispatch_get_all_op_names():  # no public function lists them
             namespace, _, operator = name.partition("::")
             if namespace == "c10d":
                 kernel = partial(self._kernel, operator)
-                self._library.impl(operator, kernel, "BackendSelect", with_keyset=True)
+                kernels.impl(operator, kernel, "BackendSelect", with_keyset=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._library._destroy()  # nothing public removes kernels at once
+        self._scope.__exit__(None, None, None)
 
     def _kernel(self, name: str, keys: Any, *arguments: Any) -> Any:
         held = next((each for each in arguments if isinstance(each, torch.ScriptObject)), None)
