@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from tests.helpers.runs import SMALL, assert_same_bits, weights
-from tests.helpers.small_runs import assert_same_run
+from tests.helpers.small_runs import assert_same_states
 
 FROZEN = (
     *SMALL,
@@ -48,7 +48,7 @@ def test_frozen_parts_train_from_their_epoch_on_and_resume(run, torchrun, tmp_pa
         (folder / "checkpoints").mkdir(parents=True)
         shutil.copy(whole / f"checkpoints/step_{step:08d}.pt", folder / "checkpoints/last.pt")
         start(*options, f"EXPERIMENT.NAME={folder.name}").ok()
-        assert_same_run(whole, folder)
+        assert_same_states(whole, folder)
 
 
 @pytest.mark.usefixtures("few_timed_steps")
