@@ -246,6 +246,11 @@ def test_an_operation_far_above_the_cap_does_not_begin(memory, operation):
     assert train_once() == expected
 
 
+def test_a_kernel_of_onednn_that_lacks_memory_was_refused(memory):
+    assert memory.refused(RuntimeError("could not create a primitive"))
+    assert not memory.refused(RuntimeError("NaN"))
+
+
 def test_the_operation_that_exceeds_the_cap_fails(memory):
     """To the byte."""
     with memory.cap(memory.in_use() + 10 * MIB):

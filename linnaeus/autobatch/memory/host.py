@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from linnaeus.autobatch.memory.interface import DeviceMemory
+from linnaeus.autobatch.memory.oom import is_ambiguous, is_out_of_memory
 from linnaeus.autobatch.memory.storages import StorageTracer
 
 PROCESS = Path("/proc/self")
@@ -103,6 +104,10 @@ class CpuMemory(DeviceMemory):
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):  # glibc
             libc.malloc_trim(0)
+
+    def refused(self, error: BaseException) -> bool:
+        """See `DeviceMemory.refused`; oneDNN reports a failed allocation by an ambiguous error."""
+        return is_out_of_memory(error) or is_ambiguous(error)
 
     def reset_peak(self) -> None:
         """Reset the peak to the memory in use now."""
