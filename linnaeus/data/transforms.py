@@ -7,7 +7,6 @@ import math
 import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,8 +249,11 @@ class ThroughPillow:
         else:
             planes = [*map(Image.fromarray, image.numpy())]
             pillow = planes[0] if len(planes) == 1 else Image.merge("RGB", planes)
-        with suppress(ValueError):  # timm 1.0 asks Pillow 13 for colors of 0 bits
+        try:
             pillow = self.transform(pillow)
+        except ValueError as error:
+            if "bits" not in str(error):  # timm 1.0 asks Pillow 13 for colors of 0 bits
+                raise
         return pillow if isinstance(image, Image.Image) else pixels_of(pillow).contiguous()
 
 

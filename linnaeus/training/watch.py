@@ -98,7 +98,10 @@ class Profiler:
         if state.step + 1 == self._first and self._profile is None:
             kinds = torch.profiler.ProfilerActivity
             on_device = [kinds.CUDA] if torch.cuda.is_available() else []
-            self._profile = torch.profiler.profile(activities=[kinds.CPU, *on_device])
+            self._profile = torch.profiler.profile(
+                activities=[kinds.CPU, *on_device],
+                acc_events=True,  # torch 2.11 warns without it
+            )
             self._profile.start()
 
     def on_step_end(self, state: CallbackState) -> None:

