@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import inspect
 import json
 import os
 import random
@@ -407,7 +408,7 @@ def test_a_result_survives_its_file():
 
 @pytest.mark.parametrize("kind", [AutoBatchResult, TrialRecord, Timing])
 def test_the_reference_of_a_result_names_every_field(kind):
-    documented = {*re.findall(r"^        (\w+): ", kind.__doc__, re.MULTILINE)}
+    documented = {*re.findall(r"^    (\w+): ", inspect.getdoc(kind), re.MULTILINE)}
     assert documented == {field.name for field in dataclasses.fields(kind)}
 
 
