@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -24,8 +25,14 @@ def run(*command):
     subprocess.run(command, check=True, capture_output=True)
 
 
+LATE = "-o", "negative_timeout=600,entry_timeout=600,attr_timeout=600"
+"""Options of bindfs: what a host has found missing, or has read, stays so for it."""
+
+
 class Machines:
     """Two hosts that share a file system, as those of a cluster do."""
+
+    scripts = tuple(f'hostname {name} && exec "$@"' for name in NAMES)
 
     def __init__(self, folder):
         self.folder = folder
@@ -55,40 +62,35 @@ class Machines:
 
     def train(self, *options):
         """Start the same command on both."""
-        for rank, (name, space) in enumerate(zip(NAMES, self.spaces, strict=True)):
-            torchrun = [
-                *(
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--nnodes=2",
-                    "--nproc_per_node=1",
-                ),
-                *(f"--node_rank={rank}", f"--master_addr={NAMES[0]}", "--master_port=29511"),
-                *("-m", "linnaeus.main", *SMALL, *options),
-            ]
-            named = f'hostname {name} && exec "$@"'
+        for rank, script in enumerate(self.scripts):
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+            torchrun += ["--nproc_per_node=1", f"--node_rank={rank}"]
+            torchrun += [f"--master_addr={NAMES[0]}", "--master_port=29511"]
             with self.logs[rank].open("w") as log:
-                process = psutil.Popen(
-                    [
-                        "ip",
-                        "netns",
-                        "exec",
-                        space,
-                        "unshare",
-                        "--uts",
-                        "sh",
-                        "-c",
-                        named,
-                        "sh",
-                        *torchrun,
-                    ],
-                    cwd=self.folder,
-                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                    stdout=log,
-                    stderr=log,
+                self.processes.append(
+                    psutil.Popen(
+                        self.on(rank, script, *torchrun, "-m", "linnaeus.main", *SMALL, *options),
+                        cwd=self.folder,
+                        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                        stdout=log,
+                        stderr=log,
+                    )
                 )
-            self.processes.append(process)
+
+    def on(self, rank, script, *arguments):
+        """The command that runs a shell script there."""
+        inside = ("unshare", "--uts", "sh", "-c", script, "sh", *arguments)
+        return ["ip", "netns", "exec", self.spaces[rank], *inside]
+
+    def delay(self):
+        """From now on a host sees late, in `runs`, what the other changes in `disk`."""
+        for name in ("disk", "runs"):
+            (self.folder / name).mkdir()
+        mount = " ".join(("bindfs", *LATE, "disk", "runs"))
+        self.scripts = tuple(
+            f'hostname {name} && {mount} && "$@"; code=$?; umount runs; exit $code'
+            for name in NAMES
+        )
 
     def text(self):
         return "\n".join(log.read_text() for log in self.logs)
@@ -97,16 +99,17 @@ class Machines:
         """The exit codes. A process that is left after its torchrun fails the test."""
         started = {child for each in self.processes for child in each.children(recursive=True)}
         codes = [process.wait(200) for process in self.processes]
+        self.processes.clear()
         _, alive = psutil.wait_procs(started, timeout=60)
         assert not alive, self.text()
         return codes
 
     def remove(self):
-        for process in self.processes:
-            with suppress(psutil.Error):
-                for child in (*process.children(recursive=True), process):
-                    child.kill()
         for space, folder in zip(self.spaces, self.hosts, strict=True):
+            inside = subprocess.run(["ip", "netns", "pids", space], capture_output=True)
+            for pid in map(int, inside.stdout.split()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -143,3 +146,19 @@ def test_a_cut_cable_ends_both_machines_naming_the_silent_rank(machines, tmp_pat
     codes = machines.end()
     assert all(code not in (0, 2) for code in codes), machines.text()
     assert any(f"rank {rank}" in machines.text() for rank in (0, 1)), machines.text()
+
+
+@pytest.mark.skipif(shutil.which("bindfs") is None, reason="needs bindfs")
+def test_ranks_that_see_files_late_save_shards_and_resume(machines, tmp_path):
+    """As on a network file system, whose clients remember what they have seen."""
+    machines.delay()
+    changes = "ls runs/new; touch disk/new; ls runs/new"
+    late = subprocess.run(
+        machines.on(1, machines.scripts[1], "sh", "-c", changes), cwd=tmp_path, capture_output=True
+    )
+    assert (late.returncode, late.stdout) == (2, b""), "it is there, and not seen yet"
+    sharded = ("DIST.SHARDING=full", "TRAIN.AUTO_RESUME=True")
+    for epochs in (1, 2):
+        machines.train(*sharded, f"TRAIN.EPOCHS={epochs}", "SCHEDULE.NAME=constant")
+        assert machines.end() == [0, 0], machines.text()
+    assert len(lines_of(tmp_path / "disk/small", "val")) == 2
