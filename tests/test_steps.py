@@ -104,7 +104,7 @@ def test_a_fraction_of_an_epoch_is_validated_exactly(run, tmp_path):
     assert validations_of(folders[1]) == [3, 6, 8, 11, 14, 17, 19, 22]
 
 
-def test_more_steps_go_on_within_the_epoch(run, tmp_path, whole):
+def test_more_steps_go_on_within_the_epoch(run, tmp_path):
     constant = ("SCHEDULE.NAME=constant", "SCHEDULE.WARMUP_STEPS=0")
     run(*STEPS, *constant, f"{NAME}whole").ok()
     for steps in (9, 17):

@@ -276,28 +276,25 @@ def test_classes_in_another_order_are_refused():
 
 def test_generators_are_restored_or_seeded_if_rank_count_differs():
     seed_all(5)
-    states = [rng_state(ALONE.device)]
-    expected = torch.rand(3)
-    content = {"rng": states, "progress": {"step": 7}}
-    restore_generators(content, ALONE, 1)
-    assert torch.equal(torch.rand(3), expected)
+    states, expected = [rng_state(ALONE.device)], torch.rand(1).item()
 
-    def drawn(rank, step, seed):
-        entries = content | {"progress": {"step": step}}
-        restore_generators(entries, World(ALONE.device, rank, 2), seed)
-        return tuple(torch.rand(3).tolist())
+    def drawn(seed, step, world):
+        restore_generators({"rng": states, "progress": {"step": step}}, world, seed)
+        return torch.rand(1).item()
 
-    first, others = drawn(0, 7, 1), {drawn(1, 7, 1), drawn(0, 8, 1), drawn(0, 7, 2)}
-    assert len(others | {first, tuple(expected.tolist())}) == 5
-    assert drawn(0, 7, 1) == first
+    assert drawn(1, 7, ALONE) == expected
+    first, second = (World(ALONE.device, rank, 2) for rank in range(2))
+    cases = ((1, 7, first), (1, 7, second), (1, 8, first), (2, 7, first))
+    numbers = [drawn(*case) for case in cases]
+    assert len({*numbers, expected}) == 5
+    assert [drawn(*case) for case in cases] == numbers
 
 
-@pytest.mark.parametrize(("now", "is_kept"), [("top1/a", True), ("top1/b", False)])
-def test_the_best_of_another_metric_is_forgotten(now, is_kept):
+def test_the_best_of_another_metric_is_forgotten():
     stopping = Config().TRAIN.EARLY_STOPPING
-    best = {"best": [(0.5, -1.0, 1)], "best_epoch": 1, "watched_best": 0.5, "num_stale": 2}
     config = {"TRAIN": {"EARLY_STOPPING": dataclasses.asdict(stopping)}}
     saved = whole(headline="top1/a", config=config)
+    best = {"best": [(0.5, -1.0, 1)], "best_epoch": 1, "watched_best": 0.5, "num_stale": 2}
     saved["progress"] |= best
-    expected = saved["progress"] if is_kept else vars(TrainingProgress(1))
-    assert vars(resumed_progress(saved, now, stopping)) == expected
+    assert vars(resumed_progress(saved, "top1/a", stopping)) == saved["progress"]
+    assert vars(resumed_progress(saved, "top1/b", stopping)) == vars(TrainingProgress(1))
