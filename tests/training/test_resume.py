@@ -96,6 +96,7 @@ REFUSED = {
     "OPTIMIZER.WEIGHT_DECAY of none": (("TRAIN.RESUME_WITH=lr",), "0"),
     "OPTIMIZER.lr": (SGD, "0.2"),
     "MODEL.NAME": ((), "test_vit"),
+    "MODEL.KWARGS with other shapes": ((), "{channels: [32, 48, 48, 64]}"),
     "MODEL.HEAD": ((), "marginal"),
     "MODEL.FREEZE": ((), "backbone"),
     "MODEL.FREEZE of equal shapes": (("MODEL.FREEZE=*.bn1.weight",), "*.bn1.bias"),
