@@ -90,12 +90,12 @@ def test_a_run_starts_from_another_with_its_preprocessing(run, tmp_path):
     )
     outcome = run(*second).ok()
     assert "runs/first/checkpoints/best.pt" in "".join(outcome.out.split())
-    config = yaml.safe_load((tmp_path / "runs/second/config.yaml").read_text())
-    assert config["DATA"]["IMG_SIZE"] == 48
-    assert config["DATA"]["AUGMENT"] | augment == config["DATA"]["AUGMENT"]
+    data = yaml.safe_load((tmp_path / "runs/second/config.yaml").read_text())["DATA"]
+    assert data["IMG_SIZE"] == 48
+    assert data["AUGMENT"].items() >= augment.items()
     model = json.loads((tmp_path / "runs/second/model.json").read_text())
-    carried = {name: model["preprocessing"][name.lower()] for name in augment}
-    assert (carried, model["preprocessing"]["size"]) == (augment, [48, 48])
+    carried = {name.lower(): value for name, value in augment.items()}
+    assert model["preprocessing"].items() >= (carried | {"size": [48, 48]}).items()
     shutil.rmtree(tmp_path / "runs/first")  # the checkpoint holds everything
     outcome = run(*second, "TRAIN.EPOCHS=2").ok()
     assert "resumed with another" not in outcome.out

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from linnaeus.config.schema import SCHEDULES, ScheduleConfig
+from linnaeus.config.schema import ScheduleConfig
 from linnaeus.runtime.errors import DataError
 from linnaeus.runtime.run_folder import read_state
 from linnaeus.training.schedule import lr_factor
@@ -84,28 +84,18 @@ def rates_at(positions, total_steps):
 
 
 @e2e
-@pytest.mark.parametrize(
-    ("after", "epoch", "now", "effective"),
-    [
-        (36, 0, "DATA.BATCH_SIZE=20", 20),
-        (132, 1, "TRAIN.ACCUMULATION_STEPS=3", 24),
-    ],
-)
-def test_with_another_batch_the_learning_rate_reaches_its_floor(
-    run, tmp_path, after, epoch, now, effective
-):
-    assert run(*RESUMABLE, interrupted(after)).code == 130
+def test_with_another_batch_the_learning_rate_reaches_its_floor(run, tmp_path):
+    assert run(*RESUMABLE, interrupted(132)).code == 130
     folder = tmp_path / "runs/plain"
     progress = checkpoint_of(folder)["progress"]
-    assert (progress["epoch"], progress["samples"]) == (epoch, 40)
-    outcome = run(*RESUMABLE, now).ok()
-    assert f"EFFECTIVE_BATCH 8 -> {effective}" in outcome.out
+    assert (progress["epoch"], progress["samples"]) == (1, 40)
+    outcome = run(*RESUMABLE, "DATA.BATCH_SIZE=12", "TRAIN.ACCUMULATION_STEPS=2").ok()
+    assert "EFFECTIVE_BATCH 8 -> 24" in outcome.out
     steps, rates, _ = curve(folder)
     assert steps == [*range(1, len(steps) + 1)]
     plan, first = plan_of(folder), progress["step"]
-    per_epoch, total = plan["STEPS_PER_EPOCH"], plan["TOTAL_STEPS"]
-    positions = [epoch * per_epoch + (40 + n * effective) / effective for n in range(2)]
-    assert rates[first : first + 2] == pytest.approx(rates_at(positions, total))
+    total, position = plan["TOTAL_STEPS"], plan["STEPS_PER_EPOCH"] + 40 / 24
+    assert rates[first : first + 2] == pytest.approx(rates_at([position, position + 1], total))
     assert rates[-1] == pytest.approx(rates_at([total - 1], total)[0])
     group, *_ = checkpoint_of(folder)["state"]["optimizer"]["param_groups"]
     assert group["lr"] == pytest.approx(0.001), "the floor"
@@ -118,14 +108,11 @@ def test_other_processes_go_on_at_the_same_place(run, torchrun, tmp_path):
     before = checkpoint_of(tmp_path / "runs/plain")["progress"]
     torchrun(3, *options).ok()
     folder = tmp_path / "runs/plain"
-    steps, rates, _ = curve(folder)
-    done, first = before["samples"], before["step"]
-    assert steps == [*range(1, first + (97 - done) // 24 + 4 + 1)], "the last epoch has 4 steps"
-    position = before["epoch"] * 4 + done / 24
-    assert rates[first] == pytest.approx(rates_at([position], plan_of(folder)["TOTAL_STEPS"])[0])
+    num_steps = before["step"] + (97 - before["samples"]) // 24 + 4  # of the last epoch
+    assert curve(folder)[0] == [*range(1, num_steps + 1)]
     groups = checkpoint_of(folder)["state"]["optimizer"]["param_groups"]
     assert groups[0]["lr"] == pytest.approx(0.001)
-    assert all(group["step"] == steps[-1] for group in groups), "lamb counts in its groups"
+    assert all(group["step"] == num_steps for group in groups), "lamb counts in its groups"
 
 
 FAILING = {
@@ -153,9 +140,7 @@ def test_a_start_that_fails_leaves_the_earlier_run_alone(run, tmp_path, reason, 
     before = files_of(tmp_path / "runs")
     outcome = run(*FRESH, *FAILING[reason], f"TRAIN.AUTO_RESUME={resume}")
     assert outcome.code in (1, 2), outcome.err
-    after = files_of(tmp_path / "runs")
-    assert after == before
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["plain"]
+    assert files_of(tmp_path / "runs") == before
 
 
 @e2e
@@ -192,10 +177,8 @@ def test_a_run_that_died_within_an_epoch_ends_as_if_it_had_not(
     progress = checkpoint_of(folder)["progress"]
     assert (progress["step"], progress["samples"]) == (at_step, samples)
     assert progress["seconds"] > 0
-    outcome = run(*options).ok()
+    run(*options).ok()
     assert_same_run(folder, tmp_path / "runs/whole")
-    totals = re.findall(r"step \d+/(\d+)", outcome.err + outcome.out)
-    assert {*totals} == {"12"}, "also in the resumed epoch"
     assert (folder / "result.json").exists()
 
 
@@ -212,35 +195,30 @@ STOPPING = (
 """No validation improves on the first by more than 9: the run ends after three epochs."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[e2e][: n != "plateau"]) for n in SCHEDULES]
-)
-def test_schedule_and_early_stopping_resume_exactly(run, tmp_path, name):
-    options, runs = (*RESUMABLE, *STOPPING, f"SCHEDULE.NAME={name}"), tmp_path / "runs"
+def test_plateau_and_early_stopping_resume_exactly(run, tmp_path):
+    options, runs = (*RESUMABLE, *STOPPING, "SCHEDULE.NAME=plateau"), tmp_path / "runs"
     whole, plain = runs / "whole", runs / "plain"
     assert (run(*options, f"{NAME}whole").code, run(*options, interrupted(228)).code) == (0, 130)
     saved = checkpoint_of(plain)
     assert (saved["progress"]["num_stale"], saved["progress"]["samples"]) == (1, 40)
-    assert run(*options, "TRAIN.RESUME_WITH=lr").code == 0  # which changes nothing
+    assert saved["schedule"]["_last_lr"][0] < 1, "the rate has dropped before the interruption"
+    run(*options, "TRAIN.RESUME_WITH=lr").ok()  # which changes nothing
     assert_same_bits(weights(plain), weights(whole))
     assert curve(plain) == curve(whole)
-    ours, theirs = (json.loads((each / "result.json").read_text()) for each in (plain, whole))
-    assert {key for key in ours if ours[key] != theirs[key]} <= {
-        "run",
-        "training_s",
-        "images_per_s",
-    }
+    varying = dict.fromkeys(("run", "training_s", "images_per_s"))
+    ours, theirs = (
+        json.loads((each / "result.json").read_text()) | varying for each in (plain, whole)
+    )
+    assert ours == theirs
     assert ours["stopped_early"]
     lines = lines_of(plain, "val")
     for metric, end in (("loss", min), ("top1/class", max)):
         assert ours["best"][metric] == end(line[metric] for line in lines)
     assert validations_of(plain) == [12, 24, 36]
-    if name == "plateau":
-        assert saved["schedule"]["_last_lr"][0] < 1, "the rate has dropped before the interruption"
-        before = files_of(runs)
-        assert (run(*options).code, files_of(runs)) == (0, before), "it was finished"
-        run(*options, "TRAIN.EARLY_STOPPING.PATIENCE=3").ok()
-        assert validations_of(plain) == [12, 24, 36, 48]
+    before = files_of(runs)
+    assert (run(*options).code, files_of(runs)) == (0, before), "it was finished"
+    run(*options, "TRAIN.EARLY_STOPPING.PATIENCE=3").ok()
+    assert validations_of(plain) == [12, 24, 36, 48]
 
 
 def test_renamed_classes_are_refused_on_resuming(run, tmp_path):
@@ -270,23 +248,22 @@ def write_photos(folder, numbers):
             write_image(folder / name / f"{number}.png", number)
 
 
-def said_of(outcome, key):
-    """The numbers in the warning of resuming with another value of a key."""
-    assert outcome.code == 0, outcome.err
-    lines = [line for line in outcome.out.splitlines() if f"another {key}" in line]
-    return [[*map(int, re.findall(r"\b\d+\b", line.split(key)[1]))] for line in lines]
+def said_of(outcome):
+    """The numbers in the warning of resuming with other samples."""
+    lines = [line for line in outcome.ok().out.splitlines() if f"another {DATASET}" in line]
+    return [[*map(int, re.findall(r"\b\d+\b", line.split(DATASET)[1]))] for line in lines]
 
 
 def test_added_and_removed_images_are_counted_on_resuming(run, tmp_path):
     for split in ("train", "val"):
         write_photos(tmp_path / "photos" / split, range(10))
     run(*PHOTOS, "TRAIN.EPOCHS=1").ok()
-    assert said_of(run(*PHOTOS), DATASET) == []
+    assert said_of(run(*PHOTOS)) == []
     write_photos(tmp_path / "photos/train", range(10, 13))
     (tmp_path / "photos/train/finch/0.png").unlink()
     (tmp_path / "photos/val/heron/0.png").rename(tmp_path / "photos/val/heron/20.png")
-    assert said_of(run(*PHOTOS, "TRAIN.EPOCHS=3"), DATASET) == [[2, 7, 20, 25]]
-    assert said_of(run(*PHOTOS, "TRAIN.EPOCHS=4"), DATASET) == []
+    assert said_of(run(*PHOTOS, "TRAIN.EPOCHS=3")) == [[2, 7, 20, 25]]
+    assert said_of(run(*PHOTOS, "TRAIN.EPOCHS=4")) == []
 
 
 def test_images_keep_their_splits_on_resuming(run, tmp_path):
@@ -306,13 +283,6 @@ def test_images_keep_their_splits_on_resuming(run, tmp_path):
     assert all(option in refused.err for option in kept)
     run(*options, *kept, "TRAIN.EPOCHS=3").ok()
     assert split.read_bytes() == before
-
-
-def test_another_number_of_own_samples_is_named(run, monkeypatch):
-    options = (*PLAIN, "TRAIN.AUTO_RESUME=True")
-    run(*options, "TRAIN.EPOCHS=1").ok()
-    monkeypatch.setattr(Clusters, "__len__", lambda samples: 80)
-    assert said_of(run(*options), DATASET) == [[100, 80]]
 
 
 @e2e
@@ -342,8 +312,6 @@ def test_an_infinite_loss_is_found_before_the_next_checkpoint(run, tmp_path):
         "TRAIN.CLIP_GRAD_NORM=None",
         "SCHEDULE.WARMUP_STEPS=0",
     )
-    outcome = run(*options)
-    assert outcome.code == 1
-    assert (
-        checkpoint_of(tmp_path / "runs/plain")["progress"]["step"] < 11
-    )  # long before the first line is logged
+    assert run(*options).code == 1
+    step = checkpoint_of(tmp_path / "runs/plain")["progress"]["step"]
+    assert step < 11, "long before the first line is logged"

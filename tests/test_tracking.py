@@ -80,15 +80,9 @@ def test_a_run_without_a_valid_key_is_recorded_offline(tmp_path, refused):
     assert names == ("insects", "beetles", "first", "abc123")
     assert list(identity.tags) == ["small", "fast"]
     assert items(identity.config.update)["DATA"] == {"BATCH_SIZE": 64}
-    history = [items(row.item) for row in run["history"]]
-    shown = [
-        {name: row[name] for name in ("_step", "train/loss", "val/loss") if name in row}
-        for row in history
-    ]
-    assert shown == [
-        {"_step": 1, "train/loss": 1.5, "val/loss": 1.25},
-        {"_step": 2, "train/loss": 1.0},
-    ]
+    first, second = (items(row.item) for row in run["history"])
+    assert first.items() >= {"_step": 1, "train/loss": 1.5, "val/loss": 1.25}.items()
+    assert second.items() >= {"_step": 2, "train/loss": 1.0}.items()
     summary = {}
     for entry in run["summary"]:
         summary |= items(entry.update)

@@ -7,16 +7,13 @@ import pytest
 import torch
 from sklearn.utils.class_weight import compute_class_weight
 
-from linnaeus.config.load import load_config
 from linnaeus.config.schema import LossConfig
 from linnaeus.data.bundle import DataBundle, collate_pairs
-from linnaeus.data.datasets import build_data
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import ConfigError
-from linnaeus.training.build import assemble
 from linnaeus.training.class_weights import class_statistics, class_weights
 from tests.helpers.datasets import Samples
+from tests.helpers.searches import prepared
 
 TAXONOMY = Taxonomy(
     (Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf", "1")))
@@ -28,8 +25,8 @@ SEVERAL = Taxonomy(TAXONOMY.levels[1:], separator=";")
 
 
 def statistics(targets=TARGETS, taxonomy=TAXONOMY, **keys):
-    labelled = SimpleNamespace(targets=targets)
-    bundle = DataBundle(labelled, labelled, taxonomy, None, None, collate_pairs)
+    train = SimpleNamespace(targets=targets)
+    bundle = DataBundle(train, None, taxonomy, None, None, collate_pairs)
     return class_statistics(LossConfig(**keys), bundle)
 
 
@@ -64,8 +61,6 @@ def test_offsets_are_logarithms_of_shares():
     assert family.exp().tolist() == pytest.approx([0.6**0.5, 0.4**0.5])
     # A class without a sample counts as if it had one.
     assert species.exp().tolist() == pytest.approx([(n / 5) ** 0.5 for n in (2, 1, 1, 1)])
-    unknown = statistics(torch.full((3, 2), -1), LOGIT_ADJUSTMENT=1)["logit_offsets"]
-    assert all(offsets.isfinite().all() for offsets in unknown)
 
 
 def test_weights_of_presence_are_absent_over_present_labels():
@@ -78,32 +73,8 @@ def test_weights_of_presence_are_absent_over_present_labels():
         assert found.tolist() == pytest.approx(expected)
 
 
-def test_sums_over_the_finest_classes_take_no_offsets():
-    with pytest.raises(ConfigError, match=r"LOSS\.LOGIT_ADJUSTMENT.*MODEL\.HEAD"):
-        assembled("DATA.DATASET.NAME=synthetic", "MODEL.HEAD=marginal", "LOSS.LOGIT_ADJUSTMENT=1")
-
-
-def assembled(*argv):
-    config = load_config(
-        ["EXPERIMENT.DEVICE=cpu", "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=32", *argv]
-    ).config
-    data, world = build_data(config.DATA, seed=0), World(torch.device("cpu"))
-    return assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
-
-
-def test_a_run_weights_by_its_own_training_samples():
-    argv = ("DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=200", "DATA.IMG_SIZE=32")
-    criterion = assembled(*argv, "LOSS.CLASS_WEIGHTS=balanced").criterion
-    train = build_data(load_config(argv).config.DATA, seed=0).train
-    labels = torch.stack([train[index][1] for index in range(len(train))])
-    for level, column in enumerate(labels.T):
-        counts = column.bincount().double()
-        expected = (len(labels) / (len(counts) * counts)).float()
-        torch.testing.assert_close(criterion.statistic("class_weights", level), expected)
-
-
 def test_labels_known_only_by_reading_images_are_an_error():
     own = (f"DATA.DATASET._target_={Samples.__module__}.Samples", "DATA.DATASET.classes=[a,b]")
     for key in ("LOSS.CLASS_WEIGHTS", "DATA.SAMPLER"):
-        with pytest.raises(ConfigError, match=rf"{key}"):
-            assembled(*own, f"{key}=balanced")
+        with pytest.raises(ConfigError, match=key):
+            prepared(*own, "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=32", f"{key}=balanced")

@@ -7,7 +7,6 @@ import pytest
 import timm
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from linnaeus.config.schema import LossConfig, ModelConfig
 from linnaeus.data.bundle import DataBundle, collate_pairs
@@ -54,27 +53,16 @@ def test_the_loss_is_hintons_with_a_weight_per_level():
     ]
     expected = 0.3 * 2.0 + 0.7 * 16 * (0.25 * soft[0] + 0.75 * soft[1])
     torch.testing.assert_close(total, expected)
-    halves = [
-        found(torch.tensor(2.0), [level[rows] for level in outputs], inputs[rows])
-        for rows in (slice(3), slice(3, 6))
-    ]
-    torch.testing.assert_close(sum(halves) / 2, total)  # as on two ranks
+
     total.backward()
     assert student.scale.grad is not None
     assert teacher.scale.grad is None
 
 
 def data_of(taxonomy, mean=(0.5, 0.4, 0.3), in_chans=3):
-    nothing = TensorDataset(torch.empty(0))
     preprocessing = replace(spec_of().preprocessing, mean=mean)
     return DataBundle(
-        nothing,
-        nothing,
-        taxonomy,
-        in_chans=in_chans,
-        img_size=(32, 32),
-        collate=collate_pairs,
-        preprocessing=preprocessing,
+        None, None, taxonomy, in_chans, (32, 32), collate_pairs, preprocessing=preprocessing
     )
 
 
@@ -84,18 +72,13 @@ def built(name, data, loss=None):
     )
 
 
-@pytest.mark.parametrize("mean", [(0.5, 0.4, 0.3), (0.1, 0.2, 0.6)])
-def test_a_run_teaches_on_images_of_its_own_normalisation(tmp_path, mean):
-    folder = save_run(tmp_path / "run", spec_of())
-    before = torch.get_rng_state()
-    found, line = built(folder, data_of(BIRDS, mean))
+def test_a_run_teaches_on_images_of_its_own_normalisation(tmp_path):
+    folder, before = save_run(tmp_path / "run", spec_of()), torch.get_rng_state()
+    data = data_of(BIRDS, mean=(0.1, 0.2, 0.6))
+    found, _ = built(folder, data)
     assert torch.equal(torch.get_rng_state(), before)
-    assert ("mean and std" in line) == (mean != (0.5, 0.4, 0.3))
     pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    ours, theirs = (
-        replace(spec_of().preprocessing, mean=each).normalise()(pixels)
-        for each in (mean, (0.5, 0.4, 0.3))
-    )
+    ours, theirs = (each.preprocessing.normalise()(pixels) for each in (data, spec_of()))
     for soft, expected in zip(found.soft_targets(ours), found.teacher(theirs), strict=True):
         torch.testing.assert_close(soft, expected, rtol=1e-4, atol=1e-4)
 
@@ -128,26 +111,22 @@ def test_a_teacher_runs_no_code_of_its_file(tmp_path):
     assert not (tmp_path / "touched").exists()
 
 
-@pytest.mark.parametrize("name", ["resnet1", "nowhere/best.pt", "test_resnet.nonsense"])
+@pytest.mark.parametrize("name", ["nowhere/best.pt", "test_resnet.nonsense"])
 def test_an_unknown_teacher_is_refused_before_the_data(name):
     with pytest.raises(ConfigError, match=r"MODEL\.TEACHER"):
         check_teacher(name)
 
 
-@pytest.mark.parametrize("names", [("cat", "dog", "eel"), ("cat", "eel", "dog"), None])
-def test_a_timm_model_teaches_where_it_names_the_same_classes(tmp_path, names):
+def test_a_timm_model_teaches_where_it_names_the_same_classes(tmp_path):
     model = timm.create_model("test_vit", num_classes=3, img_size=32)
-    about = {} if names is None else {"label_names": list(names)}
-    arguments = {"img_size": 32, "num_classes": 3}
-    timm.models.save_for_hf(model, tmp_path / "teacher", about, arguments)
-    teacher = (f"local-dir:{tmp_path / 'teacher'}", data_of(ONE_LEVEL))
-    if names != ONE_LEVEL.levels[0].classes:
-        with pytest.raises(ConfigError, match=r"MODEL\.TEACHER"):
-            built(*teacher)
-        return
-    found, _ = built(*teacher)
+    about, sizes = {"label_names": ["cat", "dog", "eel"]}, {"img_size": 32, "num_classes": 3}
+    timm.models.save_for_hf(model, tmp_path / "teacher", about, sizes)
+    name = f"local-dir:{tmp_path / 'teacher'}"
+    found, _ = built(name, data_of(ONE_LEVEL))
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(found.soft_targets(images)[0], model.eval()(found.convert(images)))
+    with pytest.raises(ConfigError, match=r"MODEL\.TEACHER"):
+        built(name, data_of(reordered(ONE_LEVEL)))
 
 
 TAUGHT = (
@@ -164,15 +143,13 @@ TAUGHT = (
 
 @pytest.mark.e2e
 def test_a_taught_run_resumes_bit_for_bit(run, tmp_path):
-    assert run(*TAUGHT, "EXPERIMENT.NAME=teacher").code == 0
+    run(*TAUGHT, "EXPERIMENT.NAME=teacher").ok()
     teach = (*TAUGHT, f"MODEL.TEACHER={tmp_path / 'runs/teacher'}")
-    outcome = run(*teach, "EXPERIMENT.NAME=whole")
-    assert outcome.code == 0, outcome.err
-    assert "teacher: " in outcome.out
+    assert "teacher: " in run(*teach, "EXPERIMENT.NAME=whole").ok().out
     whole, resumed = tmp_path / "runs/whole", tmp_path / "runs/resumed"
     (resumed / "checkpoints").mkdir(parents=True)
     shutil.copy(whole / "checkpoints/step_00000001.pt", resumed / "checkpoints/last.pt")
-    assert run(*teach, "EXPERIMENT.NAME=resumed").code == 0
+    run(*teach, "EXPERIMENT.NAME=resumed").ok()
     assert_same_bits(weights(whole), weights(resumed))
     untaught = weights(tmp_path / "runs/teacher")
     assert untaught.keys() == weights(whole).keys()

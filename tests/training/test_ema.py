@@ -30,25 +30,23 @@ def weight(model):
     return tensor.detach().clone()
 
 
-@pytest.mark.parametrize("decay", [0.3, 0.9])
-def test_the_average_against_the_recursion_by_hand(decay):
+def test_the_average_against_the_recursion_by_hand():
     """After n updates the decay is 1 - n^(-2/3), up to the one that was asked for; counters are copied."""
     model = make_model().train()
-    ema = Ema(model, decay)
+    ema = Ema(model, decay=0.5)
     assert not ema.module.training
     expected = weight(model)
     for n in range(1, 8):
         train(model)
         assert not torch.equal(weight(ema.module), weight(model))
         ema.on_update()
-        now = min(decay, 1 - n ** (-2 / 3))
+        now = min(0.5, 1 - n ** (-2 / 3))
         expected = now * expected + (1 - now) * weight(model)
         torch.testing.assert_close(weight(ema.module), expected)
     assert ema.module.get_buffer("1.num_batches_tracked") == 7
-    assert not torch.equal(
-        ema.module.get_buffer("1.running_mean"), model.get_buffer("1.running_mean")
-    )
-    assert ema.module.get_buffer("1.running_mean").any()
+    average, own = (each.get_buffer("1.running_mean") for each in (ema.module, model))
+    assert average.any()
+    assert not torch.equal(average, own)
 
 
 AVERAGED = (
@@ -84,14 +82,14 @@ def test_the_weights_are_validated_beside_their_average(averaged):
     lines = lines_of(averaged, "val")
     same = [line["raw/loss"] == line["loss"] for line in lines]
     assert same == [True, False, False], "the average is a copy before its first epoch"
-    assert {name for name in lines[0] if name.startswith("raw/")} >= {"raw/loss", "raw/top1/class"}
+    assert "raw/top1/class" in lines[0]
     assert not larger_is_better("raw/loss")
 
 
 @pytest.mark.parametrize("after", [50, 230])
 def test_an_average_of_last_epochs_is_resumed_exactly(run, tmp_path, averaged, after):
     assert run(*AVERAGED, interrupted(after)).code == 130
-    assert run(*AVERAGED).code == 0
+    run(*AVERAGED).ok()
     assert_same_states(tmp_path / "runs/plain", averaged)
 
 

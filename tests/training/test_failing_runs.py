@@ -88,12 +88,7 @@ RUN = (
 )
 """Three epochs of four steps of 32 samples."""
 
-FAULTS = {
-    f"val {32 + 128 + 5}": (8, 128),  # the first batch is read twice, as it draws numbers
-    f"train {32 + 32 * 5 + 16}": (5, 32),
-    "backward 6": (5, 32),
-    "on_epoch_end 2": (8, 128),
-}
+FAULTS = {"backward 6": (5, 32), "on_epoch_end 2": (8, 128)}
 """The optimizer steps done, and the samples of the epoch, that the checkpoint then has."""
 
 
@@ -120,15 +115,12 @@ def test_a_failed_run_goes_on_after_its_last_step(
     assert progress["epoch"] == (progress["step"] - 1) // 4
 
     monkeypatch.delenv(FAULT)
-    resumed = run_in_child(*RUN, "TRAIN.AUTO_RESUME=True")
-    assert resumed.code == 0, resumed.err
+    run_in_child(*RUN, "TRAIN.AUTO_RESUME=True").ok()
     assert_same_states(folder, whole)
     assert curve(folder) == curve(whole)
     assert validations_of(folder) == validations_of(whole) == [4, 8, 12]
     ends = [checkpoint_of(each)["progress"] for each in (folder, whole)]
     assert ends[0] | {"seconds": 0} == ends[1] | {"seconds": 0}
-    bests = [checkpoint_of(each, "best.pt")["progress"]["step"] for each in (folder, whole)]
-    assert bests[0] == bests[1]
 
 
 OWN_OPTIMIZER = ("~OPTIMIZER", f"OPTIMIZER._target_={__name__}.HalfUpdate", "OPTIMIZER.lr=0.1")
@@ -168,8 +160,7 @@ def test_one_of_two_ranks_that_fails_saves_for_both(
         progress = load_checkpoint(saved)["progress"]
         assert (progress["epoch"], progress["step"], progress["samples"]) == (0, 4, 128)
     monkeypatch.delenv(FAULT)
-    ended = torchrun(2, *options)
-    assert ended.code == 0, ended.err
+    torchrun(2, *options).ok()
     assert not saved.exists()
     assert curve(folder)[0] == list(range(1, 13))
     assert validations_of(folder) == [4, 8, 12]

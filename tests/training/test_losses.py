@@ -62,20 +62,6 @@ class Weighted(nn.Module):
         return outputs, targets
 
 
-# --- the value ---
-
-
-def test_weighted_mean_of_the_levels_means_over_all_samples():
-    coarse, fine = logits()
-    first, second = (
-        cross_entropy(part[rows], TARGETS[rows, level], label_smoothing=0.1) * 3 / 5
-        for level, (part, rows) in enumerate(((coarse, [0, 1, 3]), (fine, [0, 1, 2])))
-    )
-    loss = built("cross_entropy", LEVEL_WEIGHTS=[1.0, 3.0], LABEL_SMOOTHING=0.1)
-    expected = (first + 3 * second) / 4
-    torch.testing.assert_close(loss((coarse, fine), TARGETS), expected, rtol=1e-12, atol=0)
-
-
 # --- both forms of targets ---
 
 
@@ -134,7 +120,7 @@ def test_on_one_level_it_is_the_loss_of_torch_or_timm_by_sample(smoothing):
         torch.testing.assert_close(loss(outputs, KNOWN), by_sample.mean())
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("gamma", [0.5, 2.0])
 def test_focal_loss_of_two_classes_is_torchvisions(gamma):
     loss = built("focal", Taxonomy((Level("level", ("no", "yes")),)), FOCAL_GAMMA=gamma)
     score, labels = logits()[1][:, 0], torch.tensor([0, 1, 1, 0, 1])
@@ -187,7 +173,6 @@ def test_a_users_loss_gets_the_outputs_taxonomy_and_its_lists():
     one, outputs = build_loss({**node, "weight": None}, ONE_LEVEL), (logits()[1],)
     assert one.weight is None
     assert one(outputs, TARGETS[:, 1:])[0] is outputs
-    assert isinstance(build_loss({"_target_": "torch.nn.MSELoss"}, None), nn.MSELoss)
 
 
 def test_a_torch_loss_gets_plain_tensors_without_unknown_labels():

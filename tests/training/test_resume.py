@@ -64,7 +64,6 @@ IN_FORCE = {
     "LOSS.NAME": ((), "focal"),
     "LOSS.LABEL_SMOOTHING": ((), "0.2"),
     "LOSS.FOCAL_GAMMA": (("LOSS.NAME=focal",), "3"),
-    "LOSS.CLASS_WEIGHTS": ((), "balanced"),
     "LOSS.CLASS_WEIGHTS to a file": (("LOSS.CLASS_WEIGHTS=balanced",), "weights.yaml"),
     "LOSS.CLASS_WEIGHTS to none": (("LOSS.CLASS_WEIGHTS=balanced",), "null"),
     "LOSS.EFFECTIVE_BETA": (
@@ -80,7 +79,6 @@ IN_FORCE = {
     "OPTIMIZER.lr": ((*SGD, "TRAIN.RESUME_WITH=lr"), "0.2"),
     "TRAIN.AMP": ((), "fp16"),
     "TRAIN.AMP to none": (("TRAIN.AMP=fp16",), "off"),
-    "TRAIN.AMP to bf16": (("TRAIN.AMP=fp16",), "bf16"),
     "TRAIN.CLIP_GRAD_NORM": ((), "2"),
     "TRAIN.EMA.ENABLED": ((), "True"),
     "TRAIN.EMA.ENABLED to none": (("TRAIN.EMA.ENABLED=True",), "False"),
@@ -98,6 +96,7 @@ REFUSED = {
     "OPTIMIZER.WEIGHT_DECAY of none": (("TRAIN.RESUME_WITH=lr",), "0"),
     "OPTIMIZER.lr": (SGD, "0.2"),
     "MODEL.NAME": ((), "test_vit"),
+    "MODEL.KWARGS with other shapes": ((), "{channels: [32, 48, 48, 64]}"),
     "MODEL.HEAD": ((), "marginal"),
     "MODEL.FREEZE": ((), "backbone"),
     "MODEL.FREEZE of equal shapes": (("MODEL.FREEZE=*.bn1.weight",), "*.bn1.bias"),
@@ -128,36 +127,26 @@ def built(config):
 
 def in_force(assembly):
     """The values of an assembly that no training changes."""
-    parts = {
-        "groups": [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in assembly.optimizer.param_groups
-        ],
-        "criterion": (assembly.criterion, vars(assembly.criterion).keys()),
-        "loss": {
-            name: getattr(assembly.criterion, name, None)
-            for name in ("level_weights", "label_smoothing", "gamma", "momentum")
-        },
-        "weights": [*assembly.criterion.named_buffers()],
-        "scaler": assembly.scaler.is_enabled(),
-        "average": assembly.ema and (assembly.ema._average.decay, assembly.ema._equal_from),
-        "step": (assembly.train_step.precision, assembly.train_step.clip_grad_norm),
-        "model": assembly.model,
-        "freezing": vars(assembly.freezing) | {"_model": None},
-        "headline": assembly.headline,
-    }
-    return {name: repr(value) for name, value in parts.items()}
+    loss = assembly.criterion
+    parts = (
+        [group | {"params": None} for group in assembly.optimizer.param_groups],
+        (loss, vars(loss).keys(), [*loss.named_buffers()]),
+        [getattr(loss, name, 0) for name in ("level_weights", "label_smoothing", "gamma")],
+        assembly.scaler.is_enabled(),
+        assembly.ema and (assembly.ema._average.decay, assembly.ema._equal_from),
+        (assembly.train_step.precision, assembly.train_step.clip_grad_norm),
+        assembly.model,
+        vars(assembly.freezing) | {"_model": None},
+        assembly.headline,
+    )
+    return [repr(part) for part in parts]
 
 
 def save(folder, config):
     """Save a checkpoint of a run, as the trainer does."""
-    assembly = built(config)
-    content = {
-        "state": assembly.state_dict(),
-        "config": resumed_nodes(config),
-        "optimized": assembly.optimized,
-    }
-    folder.save(whole(**content))
+    assembly, nodes = built(config), resumed_nodes(config)
+    content = whole(state=assembly.state_dict(), config=nodes, optimized=assembly.optimized)
+    folder.save(content)
     return assembly
 
 
@@ -197,10 +186,10 @@ def test_or_the_run_is_refused_by_the_key(folder, title):
     assert key in str(caught.value)
 
 
-@pytest.mark.parametrize("argv", [(), ("LOSS.CLASS_WEIGHTS=balanced",), (OWN, "LOSS.scale=3")])
+@pytest.mark.parametrize("argv", [("LOSS.CLASS_WEIGHTS=balanced",), (OWN, "LOSS.scale=3")])
 def test_nothing_changed_is_resumed(folder, argv):
     config = load(*TINY, *argv)
-    saved = save(folder, config)
+    saved = built(config)
     with torch.no_grad():
         for buffer in saved.criterion.buffers():
             buffer.mul_(2)
@@ -265,28 +254,22 @@ def test_every_key_of_a_checkpoint_is_tried():
     assert KEYS - tried - REFUSED_BY_DEFAULT - READ_WHERE_USED == set()
 
 
-@pytest.mark.parametrize("value", [None, 0.5])
-def test_a_key_that_a_checkpoint_lacks_has_its_default(folder, value):
+def test_a_key_that_a_checkpoint_lacks_has_its_default(folder):
     before, now = resumed_nodes(Config()), resumed_nodes(Config())
     del before["OPTIMIZER"]["LAYER_DECAY"], before["MODEL"]["FREEZE"]
-    now["OPTIMIZER"]["LAYER_DECAY"] = value
     folder.save(whole(config=before))
-    if value is None:
-        assert find_checkpoint(folder, now, None, ALONE).changes == []
-    else:
-        with pytest.raises(ConfigError, match=r"OPTIMIZER.LAYER_DECAY"):
-            find_checkpoint(folder, now, None, ALONE)
+    assert find_checkpoint(folder, now, None, ALONE).changes == []
+    now["OPTIMIZER"]["LAYER_DECAY"] = 0.5
+    with pytest.raises(ConfigError, match=r"OPTIMIZER.LAYER_DECAY"):
+        find_checkpoint(folder, now, None, ALONE)
 
 
-KIND, PIECE = Level("kind", ("a", "b")), Level("piece", ("k", "l", "m"))
-
-
-@pytest.mark.parametrize("taxonomy", [Taxonomy((KIND, Level("piece", ("l", "k", "m")))), None])
-def test_classes_in_another_order_or_none_are_refused(taxonomy):
-    spec = {"taxonomy": {"levels": [dataclasses.asdict(level) for level in (KIND, PIECE)]}}
-    check_classes(spec, Taxonomy((KIND, PIECE)), Path("runs/a"))
+def test_classes_in_another_order_are_refused():
+    before, now = (Taxonomy((Level("piece", (*names,)),)) for names in ("abc", "bac"))
+    spec = {"taxonomy": dataclasses.asdict(before)}
+    check_classes(spec, before, Path("runs/a"))
     with pytest.raises(ConfigError):
-        check_classes(spec, taxonomy, Path("runs/a"))
+        check_classes(spec, now, Path("runs/a"))
 
 
 # --- what else is taken from a checkpoint ---
@@ -294,28 +277,25 @@ def test_classes_in_another_order_or_none_are_refused(taxonomy):
 
 def test_generators_are_restored_or_seeded_if_rank_count_differs():
     seed_all(5)
-    states = [rng_state(ALONE.device)]
-    expected = torch.rand(3)
-    content = {"rng": states, "progress": {"step": 7}}
-    restore_generators(content, ALONE, 1)
-    assert torch.equal(torch.rand(3), expected)
+    states, expected = [rng_state(ALONE.device)], torch.rand(1).item()
 
-    def drawn(rank, step, seed):
-        entries = content | {"progress": {"step": step}}
-        restore_generators(entries, World(ALONE.device, rank, 2), seed)
-        return tuple(torch.rand(3).tolist())
+    def drawn(seed, step, world):
+        restore_generators({"rng": states, "progress": {"step": step}}, world, seed)
+        return torch.rand(1).item()
 
-    first, others = drawn(0, 7, 1), {drawn(1, 7, 1), drawn(0, 8, 1), drawn(0, 7, 2)}
-    assert len(others | {first, tuple(expected.tolist())}) == 5
-    assert drawn(0, 7, 1) == first
+    assert drawn(1, 7, ALONE) == expected
+    first, second = (World(ALONE.device, rank, 2) for rank in range(2))
+    cases = ((1, 7, first), (1, 7, second), (1, 8, first), (2, 7, first))
+    numbers = [drawn(*case) for case in cases]
+    assert len({*numbers, expected}) == 5
+    assert [drawn(*case) for case in cases] == numbers
 
 
-@pytest.mark.parametrize(("now", "is_kept"), [("top1/a", True), ("top1/b", False)])
-def test_the_best_of_another_metric_is_forgotten(now, is_kept):
+def test_the_best_of_another_metric_is_forgotten():
     stopping = Config().TRAIN.EARLY_STOPPING
-    best = {"best": [(0.5, -1.0, 1)], "best_epoch": 1, "watched_best": 0.5, "num_stale": 2}
     config = {"TRAIN": {"EARLY_STOPPING": dataclasses.asdict(stopping)}}
     saved = whole(headline="top1/a", config=config)
+    best = {"best": [(0.5, -1.0, 1)], "best_epoch": 1, "watched_best": 0.5, "num_stale": 2}
     saved["progress"] |= best
-    expected = saved["progress"] if is_kept else vars(TrainingProgress(1))
-    assert vars(resumed_progress(saved, now, stopping)) == expected
+    assert vars(resumed_progress(saved, "top1/a", stopping)) == saved["progress"]
+    assert vars(resumed_progress(saved, "top1/b", stopping)) == vars(TrainingProgress(1))

@@ -217,16 +217,11 @@ def test_training_goes_on_bit_for_bit(ranks):
     for results in ranks:
         assert bits(results["on"]) == bits(results["resumed"])
         assert bits(results["on"]["model"]) != bits(results["unrestored"]["model"])
-    moments = ranks[0]["on"]["optimizer"]["state"][0]
-    assert moments.keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_a_file_that_points_to_shards_reads_as_an_unsharded_one(ranks, saved):
     state = load_checkpoint(saved / "last.pt")["state"]
     assert bits(state) == bits(ranks[0]["saved"])
-    unsharded = make_state(World(CPU))
-    train(unsharded, World(CPU), range(1))
-    assert nest.structure(state) == nest.structure(unsharded.state_dict())
     (saved.parent / "elsewhere.pt").symlink_to(saved / "best.pt")
     assert bits(load_checkpoint(saved.parent / "elsewhere.pt")["state"]) == bits(state)
 
@@ -385,11 +380,10 @@ def test_all_ranks_break_a_validation_off_that_one_was_asked_to(torchrun, tmp_pa
 def test_commands_read_a_sharded_run_and_give_what_its_log_says(run, torchrun, tmp_path):
     """Ranks have different numbers of validation batches."""
     options = ("DIST.SHARDING=full", "DATA.BATCH_SIZE_VAL=5", "TRAIN.EMA.ENABLED=True")
-    outcome = torchrun(2, *SMALL, *options)
-    assert outcome.code == 0, outcome.err
+    torchrun(2, *SMALL, *options).ok()
     folder = tmp_path / "runs/small"
     epoch = load_checkpoint(folder / "checkpoints/best.pt")["progress"]["epoch"]
-    assert run("evaluate", str(folder)).code == 0
+    run("evaluate", str(folder)).ok()
     metrics = json.loads((folder / "evaluations/best.json").read_text())["metrics"]
     logged = lines_of(folder, "val")[epoch - 1]
     assert {name: logged[name] for name in metrics} == pytest.approx(metrics, rel=1e-5)
