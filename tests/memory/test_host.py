@@ -63,15 +63,11 @@ def test_the_ranks_of_a_host_divide_the_budget_evenly(cgroups, monkeypatch):
     cgroups.join("0::/job")
     cgroups.v2("/job", total, used=used)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    parent, family = psutil.Process().parent(), resident_bytes()
-    for child in parent.children() if parent else ():
-        with contextlib.suppress(psutil.NoSuchProcess):  # another test's that has ended
-            family += child.memory_info().rss
+    family = SimpleNamespace(children=lambda: [psutil.Process()] * 3)
+    monkeypatch.setattr(psutil.Process, "parent", lambda process: family)
     memory = cgroups.memory()
-    budget = memory.budget(1.0, None)
-    assert (
-        (total - used + resident_bytes()) / 2 - NOISE <= budget <= (total - used + family) / 2 + GIB
-    )
+    expected = (total - used + 3 * resident_bytes()) / 2
+    assert memory.budget(1.0, None) == pytest.approx(expected, abs=2 * NOISE)
     assert memory.total_bytes == total // 2
 
 
