@@ -15,6 +15,7 @@ TINY = (
     "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
     "DATA.AUTOBATCH.MAX_BATCH_SIZE=24",
     "TRAIN.EPOCHS=1",
+    "DIST.FIND_UNUSED_PARAMETERS=True",  # else torch would wait for the gradient of `unused`
 )
 """A run with it."""
 LARGEST = 8
@@ -58,6 +59,7 @@ class Model(nn.Module):
         super().__init__()
         counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
         self.hidden = nn.Linear(3 * 8 * 8, 64)
+        self.unused = nn.Linear(64, 64)
         self.heads = nn.ModuleList(nn.Linear(64, count) for count in counts)
 
     def forward(self, images):
@@ -66,9 +68,3 @@ class Model(nn.Module):
         exhaust("forward")
         features = Exhausting.apply(self.hidden(images.flatten(1)).relu())
         return tuple(head(features) for head in self.heads)
-
-
-class ModelWithUnusedBranch(Model):
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.unused = nn.Linear(64, 64)

@@ -1,16 +1,12 @@
 """`auto_find_batch_size` as a library, on plain PyTorch loops."""
 
 import contextlib
-import dataclasses
 import gc
-import inspect
 import json
 import os
 import random
-import re
 import resource
 import threading
-from collections import deque
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,8 +19,6 @@ from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.memory.host import CpuMemory
-from linnaeus.autobatch.result import Timing
-from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.runtime.errors import AutoBatchError
 from linnaeus.training.ema import Ema
@@ -57,44 +51,16 @@ def record_of(result, size):
 # --- the size found ---
 
 
-def test_peaks_that_fall_are_no_certificate():
-    """The first size needs five times its memory; after some steps, all need twice theirs."""
-    num_runs = 0
-
-    def step(batch):
-        nonlocal num_runs
-        num_runs += 1
-        factor = 5 if len(batch) == 16 else 2 if num_runs > 12 else 1
-        torch.empty(len(batch) * factor, WIDTH)
-
-    result = find_on_cpu(step, make_batch, **room(200), max_batch_size=300, steps_per_trial=1)
-    peaks = [trial.peak_bytes for trial in result.trials if trial.size == result.batch_size]
-    assert not result.certified
-    assert max(peak or 0 for peak in peaks) <= result.budget_bytes
-    assert 50 <= result.batch_size <= 66
-
-
-class Drawn:
-    """Batches and steps that take one to three MiB a sample more than `plain_step`, whichever is drawn."""
-
-    def __init__(self):
-        self.random = random.Random(0)
-
-    def factor(self):
-        return self.random.choice([1, 2, 3])
-
-    def make_batch(self, size):
-        return torch.empty(size, self.factor() * WIDTH)
-
-    def step(self, batch):
-        torch.empty(len(batch), self.factor() * WIDTH)
-
-
 @pytest.mark.parametrize("max_trials", [1, 25])
 @pytest.mark.parametrize("drawn", ["make_batch", "step"])
 def test_a_size_is_no_certificate_where_memory_varies(drawn, max_trials):
-    parts = {"step": plain_step, "make_batch": make_batch}
-    parts[drawn] = getattr(Drawn(), drawn)
+    """Batches or steps take one to three MiB a sample."""
+    draw = partial(random.Random(0).choice, [WIDTH, 2 * WIDTH, 3 * WIDTH])
+    drawing = {
+        "make_batch": lambda size: torch.empty(size, draw()),
+        "step": lambda batch: torch.empty(len(batch), draw()),
+    }
+    parts = {"step": plain_step, "make_batch": make_batch, drawn: drawing[drawn]}
     result = find_on_cpu(**parts, **room(240), max_batch_size=300, max_trials=max_trials)
     assert not result.certified
     assert len(result.trials) <= max_trials
@@ -127,17 +93,15 @@ def test_steps_that_accumulate_gradients_are_certified():
     assert len(set(sizes)) == len(sizes), "no size ran again"
 
 
-@pytest.mark.parametrize(("num_kept", "is_said"), [(1, False), (8, True)])
-def test_a_cache_is_no_leak_and_the_last_batch_alone_no_growth(num_kept, is_said, caplog):
-    """The numbers beside it grow with each call, but do not explain what is held."""
-    last, losses = deque([torch.empty(1, WIDTH)], num_kept), []
+def test_the_last_batch_and_some_numbers_are_no_growth(caplog):
+    kept, losses = {}, []
 
     def step(batch):
-        last.append(batch)
+        kept["last"] = batch
         losses.append(batch.sum())
 
     find_on_cpu(step, make_batch, **room(100))
-    assert any(record.levelname == "WARNING" for record in caplog.records) == is_said
+    assert not any(record.levelname == "WARNING" for record in caplog.records)
 
 
 @pytest.mark.parametrize(
@@ -189,23 +153,6 @@ def test_the_size_fits_what_the_process_holds_after_the_search(confirm, least, m
     assert least <= result.batch_size <= most, "of 110 MiB"
 
 
-@pytest.mark.parametrize("max_trials", [2, 4, 6])
-def test_confirmations_count_among_the_trials(max_trials):
-    """Each of the first trials leaves more behind, so that sizes are confirmed."""
-    held = []
-
-    def make_batch_and_keep(size):
-        if size > 16 and len(held) < 4:
-            held.append(make_batch(8))
-        return make_batch(size)
-
-    arguments = room(150, max_batch_size=300, max_trials=max_trials)
-    result = find_on_cpu(plain_step, make_batch_and_keep, **arguments)
-    assert len(result.trials) <= max_trials
-    assert record_of(result, result.batch_size).peak_bytes <= result.budget_bytes
-    assert result.certified or result.limited_by == "max_trials"
-
-
 def test_what_others_take_during_a_search_lowers_its_budget(monkeypatch):
     taken, read = [0], CpuMemory.budget
     monkeypatch.setattr(CpuMemory, "budget", lambda memory, *asked: read(memory, *asked) - taken[0])
@@ -218,21 +165,6 @@ def test_what_others_take_during_a_search_lowers_its_budget(monkeypatch):
     found = find_on_cpu(step, make_batch, target_memory_fraction=1.0, memory_limit_gb=limit_gb)
     assert found.budget_bytes == int(limit_gb * GIB) - 60 * MIB
     assert record_of(found, found.batch_size).peak_bytes <= found.budget_bytes
-
-
-def test_earlier_trials_guide_the_search_below_a_lowered_budget(monkeypatch):
-    """Memory comes in pieces for 20 samples: a single trial says nothing about the size below."""
-    taken, read = [0], CpuMemory.budget
-    monkeypatch.setattr(CpuMemory, "budget", lambda memory, *asked: read(memory, *asked) - taken[0])
-
-    def step(batch):
-        make_batch(-(-len(batch) // 20) * 20)
-        taken[0] = 15 * MIB if len(batch) > 140 else taken[0]
-
-    found = find_on_cpu(step, torch.zeros, tolerance=0.0, max_batch_size=999, **room(170))
-    fits = [trial.size for trial in found.trials if trial.fits(found.budget_bytes)]
-    assert fits == sorted(fits)
-    assert (found.batch_size, found.limited_by, found.certified) == (140, "memory", True)
 
 
 @pytest.mark.parametrize("extra_mib", [20, 400])
@@ -252,7 +184,6 @@ def test_a_step_that_keeps_every_output_has_no_size(kept, extra_mib):
     [
         ({"max_batch_size": 24, "multiple_of": 7}, "max_batch_size", 21),
         ({"bounds": {"dataset": 17, "host_memory": 13}}, "host_memory", 13),
-        ({"max_batch_size": 11, "bounds": {"dataset": 17}}, "max_batch_size", 11),
     ],
 )
 def test_the_lowest_bound_is_reached_and_named(arguments, limited_by, size):
@@ -263,14 +194,9 @@ def test_the_lowest_bound_is_reached_and_named(arguments, limited_by, size):
     assert max(sizes) == size
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "limited_by"),
-    [("timeout_minutes", 1.0, "timeout"), ("max_trials", 2, "max_trials")],
-)
-def test_a_limit_ends_the_search_with_the_best_size_so_far(
-    setting, value, limited_by, monkeypatch, caplog
-):
-    sizes = []
+@pytest.mark.parametrize(("setting", "value"), [("timeout_minutes", 1.0), ("max_trials", 2)])
+def test_a_limit_ends_the_search_with_the_best_size_so_far(setting, value, monkeypatch, caplog):
+    sizes, limited_by = [], setting.removesuffix("_minutes")
 
     def step(batch):
         sizes.extend({len(batch)} - {*sizes})
@@ -292,45 +218,17 @@ def test_a_limit_ends_the_search_with_the_best_size_so_far(
 
 
 def test_batchnorm_never_trains_on_a_single_sample():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sizes = []
+    model, sizes = nn.BatchNorm1d(4), []
 
     def step(batch):
         sizes.append(len(batch))
-        loss = model(batch).sum()
-        if model.training:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model(batch)
 
-    arguments = {"state": (model, optimizer), "max_batch_size": 8, **room(300)}
-    assert auto_find_batch_size(step, lambda n: torch.randn(n, 4), **arguments).batch_size == 8
-    assert min(sizes) == 2
-    sizes.clear()
-    found = auto_find_batch_size(step, lambda n: torch.randn(n, 4), mode="val", **arguments)
-    assert found.batch_size == 8
-    assert min(sizes) == 1
-
-
-def test_a_batch_far_above_the_budget_is_refused_and_not_built():
-    """The machine's other processes must not miss what a trial takes."""
-    most = 0
-
-    def make_pieces(size):
-        nonlocal most
-        pieces = []
-        for _ in range(size):
-            pieces.append(make_batch(10))
-            most = max(most, len(pieces))
-        return pieces
-
-    result = find_on_cpu(
-        lambda pieces: None, make_pieces, strategy="binary", max_batch_size=200, **room(100)
-    )
-    assert record_of(result, 100).status == "oom"
-    assert result.batch_size == most
-    assert 9 <= most <= 11, "pieces of 10 MiB in 100 MiB"
+    for mode, smallest in (("train", 2), ("val", 1)):
+        sizes.clear()
+        arguments = {"state": [model], "mode": mode, "max_batch_size": 8, **room(300)}
+        found = auto_find_batch_size(step, lambda n: torch.randn(n, 4), **arguments)
+        assert (found.batch_size, min(sizes)) == (8, smallest)
 
 
 # --- batches and kernels ---
@@ -345,12 +243,8 @@ SHORT_BATCHES = {
 
 
 @pytest.mark.parametrize("make", SHORT_BATCHES.values(), ids=SHORT_BATCHES)
-@pytest.mark.parametrize("max_batch_size", [None, 501])
-def test_the_samples_that_make_batch_has_are_an_upper_bound(make, max_batch_size):
-    sizes = []
-    result = find_on_cpu(
-        lambda batch: sizes.append(1), make, max_batch_size=max_batch_size, tolerance=0.0
-    )
+def test_the_samples_that_make_batch_has_are_an_upper_bound(make):
+    result = find_on_cpu(lambda batch: None, make, max_batch_size=None, tolerance=0.0)
     assert (result.batch_size, result.limited_by, result.certified) == (500, "dataset", True)
     assert max(trial.size for trial in result.trials) == 500
     assert len(result.trials) <= 9
@@ -359,7 +253,6 @@ def test_the_samples_that_make_batch_has_are_an_upper_bound(make, max_batch_size
 OTHER_BATCHES = {
     "tokens": lambda n: torch.zeros(max(n // 32, 1), 32),
     "time first": lambda n: (torch.zeros(16, n, 4), torch.zeros(16, n)),
-    "even": lambda n: torch.zeros(max(n // 2 * 2, 1), 4),
     "a tensor each": lambda n: [torch.zeros(3, 8, 8)] * n,
 }
 
@@ -406,12 +299,6 @@ def test_a_result_survives_its_file():
     assert (again.mode, again.peak_bytes) == ("val", result.peak_bytes)
 
 
-@pytest.mark.parametrize("kind", [AutoBatchResult, TrialRecord, Timing])
-def test_the_reference_of_a_result_names_every_field(kind):
-    documented = {*re.findall(r"^    (\w+): ", inspect.getdoc(kind), re.MULTILINE)}
-    assert documented == {field.name for field in dataclasses.fields(kind)}
-
-
 # --- neutrality ---
 
 
@@ -426,9 +313,8 @@ class Everything:
             nn.ReLU(),
             nn.Dropout(0.3),
             nn.Flatten(),
-            nn.LazyLinear(5),
+            nn.Linear(8 * 14 * 14, 5),
         )
-        self.model(torch.randn(2, 3, 16, 16))
         self.model[3].eval()  # one part of a model that trains
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=2)
@@ -486,7 +372,6 @@ class Everything:
             "torch": bits(torch.get_rng_state()),
             "limit": resource.getrlimit(resource.RLIMIT_DATA),
             "environment": dict(os.environ),
-            "frozen": gc.get_freeze_count() > 0,
             "collects": gc.isenabled(),
             "threads": set(threading.enumerate()),
             "num_threads": torch.get_num_threads(),
@@ -494,11 +379,10 @@ class Everything:
 
 
 OUTCOMES = {
-    "found": (lambda size: None, {}, None),
-    "an interrupt": (lambda size: KeyboardInterrupt() if size > 3 else None, {}, KeyboardInterrupt),
-    "out of memory": (lambda size: MemoryError() if size > 3 else None, {}, None),
-    "nothing fits": (lambda size: MemoryError(), {}, AutoBatchError),
-    "no room at all": (lambda size: None, {"memory_limit_gb": 0.01}, AutoBatchError),
+    "found": (lambda size: None, None),
+    "an interrupt": (lambda size: KeyboardInterrupt() if size > 3 else None, KeyboardInterrupt),
+    "out of memory": (lambda size: MemoryError() if size > 3 else None, None),
+    "nothing fits": (lambda size: MemoryError(), AutoBatchError),
 }
 
 
@@ -509,7 +393,7 @@ OUTCOMES = {
 def test_a_search_leaves_no_trace(mode, outcome, monkeypatch):
     monkeypatch.setenv("SET_BEFORE_THE_SEARCH", "1")
     loop = Everything()
-    loop.fails, arguments, error = OUTCOMES[outcome]
+    loop.fails, error = OUTCOMES[outcome]
     before = loop.picture()
     with pytest.raises(error) if error else contextlib.nullcontext():
         result = auto_find_batch_size(
@@ -518,7 +402,7 @@ def test_a_search_leaves_no_trace(mode, outcome, monkeypatch):
             state=loop.state,
             mode=mode,
             max_batch_size=6,
-            **(room(300) | arguments),
+            **room(300),
         )
     assert loop.picture() == before
     if error is None:
@@ -533,4 +417,4 @@ def test_the_picture_sees_a_step():
     os.environ.pop("LEFT_BY_A_STEP")
     after = loop.picture()
     same = {name for name in before if before[name] == after[name]}
-    assert same <= {"modes", "limit", "frozen", "collects", "threads", "num_threads", "environment"}
+    assert same <= {"modes", "limit", "collects", "threads", "num_threads", "environment"}

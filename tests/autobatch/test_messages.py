@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import logging
-import math
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -16,11 +15,12 @@ from linnaeus.autobatch.finder import BatchSizeFinder, _warn_once
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.observer import SearchLimits, SearchLog, nothing_fits
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.autobatch.result import AutoBatchResult, Timing
+from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord, find_largest
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.size_search.keys import in_keys, messages_in_keys
 from linnaeus.size_search.report import SearchProgress, summary
+from tests.helpers import searches
 from tests.helpers.consoles import terminal
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.messages import raised
@@ -94,14 +94,11 @@ def bad_arguments():
         [
             {"target_memory_fraction": "0.8"},
             {"target_memory_fraction": 1.01},
-            {"timeout_minutes": math.nan},
             {"strategy": "magic"},
             {"step": 3},
             {"observer": print},
-            {"max_trials": 0},
             {"max_batch_size": True},
             {"bounds": [3]},
-            {"bounds": {"dataset": 3.5}},
             {"bounds": {3: 4}},
             {"bounds": {"max_batch_size": 4096}},
             {"phases": [print, 3]},
@@ -118,7 +115,6 @@ def bad_arguments():
         longest,
         {"dataset": Data([{"input_ids": [1]}] * 3), "n": 1},
         [
-            {"n": 0},
             {"length": "tokens"},
             {"length": [1, 2]},
             {"length": [1, "long", 2]},
@@ -130,7 +126,6 @@ def bad_arguments():
         find_budget,
         {"step": step, "dataset": texts, "collate": torch.cat, "device": "cpu"},
         [
-            {"cost": "tokens"},
             {"cost": [3, 2.5]},
             {"cost": [3, 0]},
             {"dataset": {"text": 1}},
@@ -142,7 +137,6 @@ def bad_arguments():
         BudgetBatchSampler,
         {"costs": [3, 7, 4, 4, 4], "budget": 7},
         [
-            {"costs": [[1, 2]]},
             {"budget": 6},
             {"num_replicas": 2, "rank": 2},
             {"num_replicas": 6},
@@ -176,20 +170,17 @@ def of_an_object_that_is_not_restored():
 
 
 def summaries():
+    early = dataclasses.replace(
+        searches.result(16),
+        certified=False,
+        limited_by="max_trials",
+        budget_bytes=GIB,
+        total_bytes=2 * GIB,
+        seconds=0.9,
+    )
+
     def result(*trials, **more):
-        fields = {
-            "mode": "train",
-            "batch_size": 16,
-            "certified": False,
-            "limited_by": "max_trials",
-            "target_memory_fraction": 0.8,
-            "budget_bytes": GIB,
-            "total_bytes": 2 * GIB,
-            "strategy": "guided",
-            "seconds": 0.9,
-            **more,
-        }
-        return AutoBatchResult(trials=trials, **fields)
+        return dataclasses.replace(early, trials=trials, **more)
 
     def trial(size, status="fits"):
         return TrialRecord(size, status, None if status == "oom" else size, 0.5)

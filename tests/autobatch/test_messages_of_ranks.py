@@ -18,7 +18,7 @@ from linnaeus.autobatch import predict_memory
 from linnaeus.autobatch.memory import host
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.memory.host import CpuMemory
-from linnaeus.autobatch.predict.gpus import device_that_would_do, find_gpu
+from linnaeus.autobatch.predict.gpus import device_that_would_do
 from linnaeus.autobatch.predict.trace import trace
 from linnaeus.autobatch.ranks.collectives import collectives_refused
 from linnaeus.autobatch.ranks.group import check_equal, members
@@ -97,6 +97,7 @@ def of_predictions(said):
     looks = {
         "a decision": lambda loss, batch: loss.item() > 0,
         "unknown places": lambda loss, batch: batch[batch * loss > 0],
+        "an array of NumPy": lambda loss, batch: loss.detach().numpy(),
         "a tensor outside state": lambda loss, batch: batch * torch.ones(8),
         "operations that depend on the batch": lambda loss, batch: [
             part * 2 for part in batch.split(4)
@@ -110,7 +111,6 @@ def of_predictions(said):
     messages["a wrong size"] = error_of(prediction.peak_bytes, 2.5)
     lazy = nn.LazyLinear(10)
     messages["a lazy layer"] = error_of(trace, step_with(nothing), rows, 8, state=lazy)
-    messages["a GPU of two sizes"] = error_of(find_gpu, "a100")
     messages["a device larger than any"] = device_that_would_do(1000 * GIB)
     return messages
 

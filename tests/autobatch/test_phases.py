@@ -35,10 +35,10 @@ def setter(model, factor):
     return prepare
 
 
-def find(model, *factors, **options):
+def find(model, *factors):
     phases = [setter(model, factor) for factor in factors]
     return auto_find_batch_size(
-        model.step, make_batch, state=[model], device="cpu", phases=phases, **room(100, **options)
+        model.step, make_batch, state=[model], device="cpu", phases=phases, **room(100)
     )
 
 
@@ -72,9 +72,3 @@ def test_repeats_find_a_rare_peak():
         return auto_find_batch_size(step, make_batch, device="cpu", max_batch_size=60, **options)
 
     assert found_with(0).batch_size > 35 >= found_with(4).batch_size
-
-
-def test_repeats_run_the_size_so_often():
-    found = find(Growing(2, 2), 1, repeats=3, max_batch_size=8)
-    assert len(found.peaks_bytes) == 4
-    assert found.peak_bytes == max(found.peaks_bytes)

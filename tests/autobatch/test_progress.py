@@ -1,29 +1,11 @@
-"""What is seen of a search while it runs: events, log lines, and rows on a terminal."""
-
-import json
-import logging
-import re
+"""What an observer is told of a search. Log lines, and rows on a terminal: `test_messages.py`."""
 
 import pytest
 import torch
 
 from linnaeus.autobatch import auto_find_batch_size
-from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.observer import SearchObserver
 from tests.helpers.ledger import room
-from tests.helpers.runs import SMALL
-from tests.helpers.searches import OWN_MODEL
-
-AUTOBATCH = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24", "TRAIN.EPOCHS=1")
-
-
-def make_batch(size):
-    return torch.empty(size, 256 * 1024)
-
-
-def step(batch):
-    """Twice the batch at its peak: two MiB a sample."""
-    torch.empty_like(batch)
 
 
 class Recorder(SearchObserver):
@@ -45,15 +27,12 @@ class Recorder(SearchObserver):
         self.events.append(("timed", timing))
 
 
-# --- events ---
-
-
 @pytest.mark.usefixtures("few_timed_steps")
 def test_the_events_of_a_search_come_in_their_order():
     recorder = Recorder()
     result = auto_find_batch_size(
-        step,
-        make_batch,
+        torch.empty_like,
+        lambda size: torch.empty(size, 256 * 1024),
         device="cpu",
         observer=recorder,
         objective="throughput",
@@ -73,19 +52,3 @@ def test_the_events_of_a_search_come_in_their_order():
     assert [name for name, _ in timings] == ["timing", "timed"] * (len(timings) // 2)
     timed = {timing.batch_size for _, timing in timings[1::2]}
     assert timed == {timing.batch_size for timing in result.timings}
-
-
-# --- a search without a terminal ---
-
-
-def test_where_no_terminal_is_a_run_prints_one_line_a_trial(run, tmp_path):
-    bare = [option for option in SMALL if not option.startswith("MODEL.")]
-    outcome = run(*bare, OWN_MODEL, *AUTOBATCH, "DATA.AUTOBATCH.MEMORY_LIMIT_GB=8")
-    assert outcome.code == 0, outcome.err
-    found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())
-    lines = re.findall(r" (train|val), trial \d+: batch size (\d+) ", outcome.out)
-    trials = [(mode, trial) for mode in ("train", "val") for trial in found[mode]["trials"]]
-    assert lines == [(mode, str(trial["batch_size"])) for mode, trial in trials]
-    assert (found["train"]["total_bytes"], found["train"]["total_is_limit"]) == (8 * GIB, True)
-    assert outcome.out.count("(DATA.AUTOBATCH.MEMORY_LIMIT_GB)") == 4, "two searches, two summaries"
-    assert logging.getLogger("linnaeus.autobatch").level == logging.NOTSET

@@ -16,6 +16,7 @@ def sizes(folder):
 
 
 def test_the_size_that_all_ranks_ran_trains_as_one_set_by_hand(torchrun, tmp_path, monkeypatch):
+    """Also a model with a branch that no step uses."""
     monkeypatch.setenv("FAULT", "oom:1:backward")
     outcome = torchrun(2, *TINY)
     assert outcome.code == 0, outcome.err

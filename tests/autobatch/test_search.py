@@ -82,18 +82,16 @@ def rising_curves(draw):
     """Never falls: a line, a power, stairs, plateaus or a jump of 4×."""
     fixed = draw(st.integers(0, BUDGET))
     slope = draw(st.sampled_from([0.01, 0.3, 1, 7, 60, 900, 20_000]))
-    kind = draw(st.sampled_from(["line", "power", "steps", "plateaus", "jump"]))
+    exponent = draw(st.sampled_from([0.3, 0.7, 1.5, 3]))
     at = draw(st.integers(1, 2000))
-    if kind == "power":
-        exponent = draw(st.sampled_from([0.3, 0.7, 1.5, 3]))
-        return lambda n: int(fixed + slope * n**exponent)
-    if kind == "steps":
-        return lambda n: int(fixed + slope * at * (n // at))
-    if kind == "plateaus":
-        return lambda n: int(fixed + slope * max(n - at, 0))
-    if kind == "jump":
-        return lambda n: int((fixed + slope * n) * (4 if n >= at else 1))
-    return lambda n: int(fixed + slope * n)
+    curves = [
+        lambda n: int(fixed + slope * n),
+        lambda n: int(fixed + slope * n**exponent),
+        lambda n: int(fixed + slope * at * (n // at)),
+        lambda n: int(fixed + slope * max(n - at, 0)),
+        lambda n: int((fixed + slope * n) * (4 if n >= at else 1)),
+    ]
+    return draw(st.sampled_from(curves))
 
 
 @st.composite
@@ -101,21 +99,16 @@ def unruly_curves(draw):
     """Noise, dips, a falling curve, peaks around the budget only, or an answer that ignores the size."""
     curve = draw(rising_curves())
     rng = random.Random(draw(st.integers(0, 10**6)))
-    kind = draw(
-        st.sampled_from(["noisy", "dips", "falls", "at budget", "different", "all or nothing"])
-    )
-    if kind == "noisy":
-        return lambda n: int(curve(n) * rng.uniform(0.9, 1.1))
-    if kind == "dips":
-        return lambda n: int(curve(n) * (0.5 if n % 5 == 0 else 1))
-    if kind == "falls":
-        return lambda n: max(3 * BUDGET - curve(n), 0)
-    if kind == "at budget":
-        return lambda n: BUDGET + rng.choice([0, 0, 1])
-    if kind == "all or nothing":
-        peak = rng.choice([0, BUDGET, BUDGET + 1, 10**15])
-        return lambda n: peak
-    return lambda n: int(BUDGET * rng.lognormvariate(0, 1))
+    peak = draw(st.sampled_from([0, BUDGET, BUDGET + 1, 10**15]))
+    curves = [
+        lambda n: int(curve(n) * rng.uniform(0.9, 1.1)),
+        lambda n: int(curve(n) * (0.5 if n % 5 == 0 else 1)),
+        lambda n: max(3 * BUDGET - curve(n), 0),
+        lambda n: BUDGET + rng.choice([0, 0, 1]),
+        lambda n: int(BUDGET * rng.lognormvariate(0, 1)),
+        lambda n: peak,
+    ]
+    return draw(st.sampled_from(curves))
 
 
 bounds = st.one_of(
@@ -214,7 +207,6 @@ def known_at(*sizes):
     ("curve", "arguments", "size", "at_most"),
     [
         (line(1000, 40), {}, 225, 5),  # two probes, a guess and the proof
-        (line(1000, 40), {"start": 203}, 225, 4),
         (line(1000, 40), {"budget_bytes": 8000, "known": known_at(16, 56, 205)}, 175, 3),
         # peaks of sizes that are no candidates guide only
         (
@@ -223,7 +215,6 @@ def known_at(*sizes):
             224,
             3,
         ),
-        (line(0, 100), {"budget_bytes": 700}, 7, 5),  # exactly at the budget
         # the model is too large for the first trial, and whatever does not fit leaves no peak
         (Device(line(1000, 4000), BUDGET), {}, 2, 5),
         (
@@ -263,7 +254,7 @@ def chunked(chunk, largest):
     return lambda n: beyond(max(n - chunk, 0))
 
 
-@pytest.mark.parametrize("capacity", [10**9, math.inf], ids=["cap", "no cap"])
+@pytest.mark.parametrize("capacity", [10**9, math.inf])
 @pytest.mark.parametrize(
     ("curve", "largest", "at_most"),
     [
@@ -271,7 +262,6 @@ def chunked(chunk, largest):
         (hundredths(0.85, 0.15, 0, 1000), 1000, 9),
         (chunked(128, 450), 450, 11),
     ],
-    ids=["pairs", "line", "chunks"],
 )
 def test_plateaus_and_parabolas_take_few_trials(curve, largest, at_most, capacity):
     device = Device(curve, capacity)
@@ -280,29 +270,15 @@ def test_plateaus_and_parabolas_take_few_trials(curve, largest, at_most, capacit
     assert len(result.trials) <= at_most
 
 
-def test_a_limit_without_rising_peaks_takes_few_trials():
-    """As many as the logarithm of the number of answers, the first trial and that of the bound."""
-    trials = []
-    for limit in range(1, 1000):
-        device = Device(lambda n, limit=limit: n if n <= limit else 10**10, 10**9)
-        result = find(device, budget_bytes=10**9, max_size=1000, tolerance=0.01)
-        assert limit / 1.01 <= result.size <= limit
-        trials.append(len(result.trials))
-    num_answers = 100 + math.log(10, 1.01)
-    assert max(trials) <= 3 + math.log2(num_answers)
-    assert sum(trials) / len(trials) <= 2.5 + math.log2(num_answers)
-
-
-@pytest.mark.parametrize("multiple_of", [1, 8])
-def test_a_grid_limit_ends_the_search_and_is_named(multiple_of):
+def test_a_grid_limit_ends_the_search_and_is_named():
     def measure(size):
         if size > GRID_LIMIT:
             raise KernelLimit
         return 10**7 + 10**3 * size
 
     search = functools.partial(find, measure, max_size=2**31, tolerance=0.01)
-    result = search(budget_bytes=10**9, multiple_of=multiple_of)
-    assert result.size == GRID_LIMIT // multiple_of * multiple_of
+    result = search(budget_bytes=10**9, multiple_of=8)
+    assert result.size == GRID_LIMIT // 8 * 8
     assert result.limited_by == "kernel"
     assert {trial.status for trial in result.trials} == {"fits", "kernel"}
     assert len(result.trials) <= 7
@@ -400,9 +376,3 @@ def test_a_search_with_a_tolerance_ends_within_it(
         smallest_failure = min(size for size, peak in device.peaks.items() if peak > BUDGET)
         may_fit = candidates[candidates.index(smallest_failure) - 1]
         assert result.within == (may_fit - result.size) / result.size
-
-
-def test_without_trials_the_gap_ends_at_the_smallest_failure():
-    result = find(line(0, 1), max_size=40_000, strategy="binary", max_trials=3)
-    assert sizes(result) == [20_000, 10_000, 15_000]
-    assert (result.size, result.limited_by, result.within) == (10_000, "max_trials", 4_999 / 10_000)

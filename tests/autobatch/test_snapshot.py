@@ -85,10 +85,6 @@ def spoil(module):
                 submodule._buffers[name] = torch.ones(2) if buffer is None else buffer + 1
 
 
-def set_data(tensor, value):
-    tensor.data = value
-
-
 def sparse_step(model):
     model(torch.tensor([7])).sum().backward()
 
@@ -120,22 +116,14 @@ class WithExtraState(nn.Module):
         self.helper.calls = state
 
 
-class Overlapping(nn.ParameterList):
-    """Two parameters over one storage, with special values."""
-
-    def __init__(self):
-        values = torch.tensor([math.nan, -0.0, 0.0, math.inf, 1e-45])
-        super().__init__(map(nn.Parameter, values.repeat(2).as_strided((2, 6), (4, 1))))
-
-
 MODULES = {
     "with gradients": (Trained, spoil),
-    "a step": (Net, step),
-    "two parameters over one storage": (Overlapping, spoil),
     "sparse gradient": (Sparse, sparse_step),
     "extra state": (WithExtraState, lambda model: model.helper.calls.append(1)),
-    "data of another shape": (Net, lambda net: set_data(net.embedding.weight, torch.zeros(48))),
-    "data of another type": (Net, lambda net: set_data(net.scratch, torch.zeros(5).double())),
+    "data of another shape": (
+        Net,
+        lambda net: setattr(net.embedding.weight, "data", torch.zeros(48)),
+    ),
 }
 
 
@@ -151,8 +139,6 @@ class Restless(nn.Module):
             self.inferred = torch.zeros(2)
         self.slope = torch.ones(2, requires_grad=True)  # no parameter, yet it learns
         self.recent = deque([1, 2], maxlen=2)
-        self.array = np.zeros(3)
-        self.generator = np.random.default_rng(0)
         self.hidden = [nn.Linear(1, 1)]  # its parameters are not this module's
         self.itself = [self]
         self.itself.append(self.itself)
@@ -161,13 +147,12 @@ class Restless(nn.Module):
     def picture(self):
         """All of it, and which objects these are."""
         modules = {id(module): (type(module), module._forward_hooks) for module in self.modules()}
-        plain = (self.recent, len(self.itself), self.generator.bit_generator.state)
-        tensors = (self.cache, self.inferred, self.slope, self.slope.grad, self.array.tolist())
-        objects = (self.cache, self.cache["inside"][0], self.inferred, self.array)
+        plain = (self.recent, len(self.itself), vars(self).keys())
+        objects = (self.cache, self.cache["inside"][0], self.inferred)
         return [
             bits_of_module(self),
-            str((modules, plain, vars(self).keys(), self.layer.weight._backward_hooks or {})),
-            bits(tensors),
+            str((modules, plain, self.layer.weight._backward_hooks or {})),
+            bits((*objects, self.slope, self.slope.grad)),
             list(map(id, objects)),
             bits_of_module(self.hidden[0]),
         ]
@@ -184,8 +169,6 @@ CHANGES = {
     "tensor in a container": lambda module: module.cache["inside"][0].add_(1),
     "dict in a tuple": lambda module: module.cache["inside"][1][1].update(deep=2),
     "deque": lambda module: module.recent.append(9),
-    "array": lambda module: module.array.__setitem__(0, 5.0),
-    "NumPy's generator": lambda module: module.generator.random(),
     "module in a list": lambda module: spoil(module.hidden[0]),
     "what refers to itself": lambda module: module.itself.clear(),
     "attribute removed": lambda module: delattr(module, "name"),
@@ -222,18 +205,12 @@ def test_a_module_comes_back_bit_for_bit(make, change):
         assert all(now is then for now, then in zip(restored, gradients, strict=True))
 
 
-WRAPPERS = {
-    "spectral norm": parametrizations.spectral_norm,
-    "script": torch.jit.script,
-    "compile": partial(torch.compile, backend="eager"),
-}
-
-
 @pytest.mark.usefixtures("compiles_unseen")
-@pytest.mark.filterwarnings("ignore:.*is deprecated")
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_modules_that_are_not_plain_come_back_and_train_on(name):
-    model = WRAPPERS[name](nn.Linear(6, 6))
+@pytest.mark.parametrize(
+    "wrap", [parametrizations.spectral_norm, partial(torch.compile, backend="eager")]
+)
+def test_modules_that_are_not_plain_come_back_and_train_on(wrap):
+    model = wrap(nn.Linear(6, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     step(model, optimizer)
 
@@ -258,35 +235,15 @@ def test_modules_that_are_not_plain_come_back_and_train_on(name):
 def test_parameters_that_only_an_optimizer_holds_come_back():
     temperature = nn.Parameter(torch.tensor([1.5, 2.5]))
     temperature.grad = torch.ones(2)
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": [temperature]}])
+    optimizer = torch.optim.AdamW([temperature])
     before = bits(temperature), bits(temperature.grad)
-    snapshot = Snapshot([model, optimizer], CPU)
-    assert snapshot.host_bytes == sum(p.nbytes for p in model.parameters()) + 2 * temperature.nbytes
-    (model(torch.ones(1, 2)) * temperature).sum().backward()
+    snapshot = Snapshot([optimizer], CPU)
+    assert snapshot.host_bytes == 2 * temperature.nbytes
+    temperature.grad += 1
     optimizer.step()
-    temperature.requires_grad_(False)
     assert bits(temperature) != before[0]
     snapshot.restore()
     assert (bits(temperature), bits(temperature.grad)) == before
-    assert temperature.requires_grad
-
-
-def test_without_optimizers_their_state_and_attributes_stay():
-    """As between training and a validation that is measured beside it."""
-    model = Net()
-    model.calls = 0
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = bits_of_module(model)
-    snapshot = Snapshot([model, optimizer], CPU)
-    step(model, optimizer)
-    model.calls = 1
-    trained = bits(optimizer.state_dict())
-    snapshot.restore_parts(with_optimizers=False)
-    assert bits_of_module(model) == before
-    assert (bits(optimizer.state_dict()), model.calls) == (trained, 1)
-    snapshot.restore_parts()
-    assert (dict(optimizer.state), model.calls) == ({}, 0)
 
 
 # -- anything, generators

@@ -7,29 +7,12 @@ import pytest
 import torch
 
 from linnaeus.autobatch.memory import host
-from linnaeus.autobatch.trial import existing_objects_frozen
 
 MIB = 1024**2
 CPU = torch.device("cpu")
 MACHINE = psutil.virtual_memory().total
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="host memory is measured on Linux")
-
-
-def raised_from(error, *causes):
-    """The error as `raise ... from` leaves it, with the causes innermost last."""
-    inner = error
-    for cause in causes:
-        inner.__cause__ = cause
-        inner = cause
-    return error
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _freeze_existing_objects():
-    """`clean` collects garbage; frozen objects are skipped, among them all of torch."""
-    with existing_objects_frozen():
-        yield
 
 
 class Cgroups:

@@ -45,7 +45,7 @@ def test_both_versions_may_be_mounted(cgroups):
     assert cgroups.memory().total_bytes == 600 * MIB
 
 
-@pytest.mark.parametrize("path", ["/docker/0a1b2c", "/../..", "/../sibling", "//"])
+@pytest.mark.parametrize("path", ["/docker/0a1b2c", "/../sibling", "//"])
 @pytest.mark.parametrize("version", MEMBERSHIPS)
 def test_a_path_of_the_host_ends_at_the_root(cgroups, version, path):
     """A container sees its own group there."""

@@ -59,8 +59,7 @@ def test_an_error_of_the_callback_frees_the_allocation():
         assert ledger.live_bytes == kept.nbytes
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_gradients_meet_in_place_unless_a_hook_keeps_one(is_kept):
+def test_gradients_do_not_meet_in_one_that_a_hook_keeps():
     """As autograd does it without a dispatch mode."""
     kept = []
     x = torch.ones(1000, requires_grad=True)
@@ -68,30 +67,20 @@ def test_gradients_meet_in_place_unless_a_hook_keeps_one(is_kept):
         y = x * 1
         z = y * 5
         a = y + 1  # its gradient comes first to y, which adds that of z
-        if is_kept:
-            a.register_hook(kept.append)
+        a.register_hook(kept.append)
         (z + a * 3).sum().backward()
-    assert x.grad is not None
     assert x.grad[0] == 8
-    assert [gradient[0].item() for gradient in kept] == [3.0] * is_kept
+    assert kept[0][0] == 3
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_peak_and_rest_of_a_step_agree_with_the_profiler(checkpointed):
+def test_peak_and_rest_of_a_step_agree_with_the_profiler():
     """The profiler sees every call of the allocator, kernels' own scratch memory included."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))
     optimizer = torch.optim.AdamW(layers.parameters())
 
     def step():
-        x = torch.randn(512, 256)
-        for layer in layers:
-            x = (
-                torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-                if checkpointed
-                else layer(x)
-            )
-        x.square().mean().backward()
+        layers(torch.randn(512, 256)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

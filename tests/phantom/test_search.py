@@ -14,7 +14,7 @@ SEARCH = """
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from linnaeus.autobatch import AutoBatchError, auto_find_batch_size
+from linnaeus.autobatch import auto_find_batch_size
 from linnaeus.autobatch.memory.device import CudaMemory
 from linnaeus.autobatch.trial import release_frames
 
@@ -101,32 +101,6 @@ def test_a_failed_backward_pass_is_released_at_once():
     assert on_phantoms("-c", RELEASED).split() == ["released"]
 
 
-KEEPING = (
-    SEARCH.partition("def step")[0]
-    + """
-kept = KEPT
-
-def step(x):
-    kept.append(model(x))
-    optimizer.step()
-
-try:
-    found = auto_find_batch_size(step, lambda n: torch.empty(n, 197, 512, device="cuda"),
-                                 state=(model, optimizer), max_batch_size=1 << 16)
-except AutoBatchError:
-    print("refused")
-else:
-    print(found.batch_size > 16)
-"""
-)
-
-
-@pytest.mark.parametrize(("kept", "expected"), [("[]", "refused"), ("deque(maxlen=1)", "True")])
-def test_a_step_that_keeps_every_output_has_no_size(kept, expected):
-    script = "from collections import deque\n" + KEEPING.replace("KEPT", kept)
-    assert on_phantoms("-c", script).split() == [expected]
-
-
 LIMITED = """
 import torch
 from torch import nn
@@ -137,30 +111,20 @@ model = nn.Linear(64, 1).cuda()
 optimizer = torch.optim.SGD(model.parameters())
 
 def step(x):
-    LIMIT
+    torch.multinomial(torch.ones(1024 * len(x), device="cuda"), 1)
     model(x).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
-try:
-    found = auto_find_batch_size(step, lambda n: torch.empty(1024 * n, 64, device="cuda"), max_batch_size=64,
-                                 state=(model, optimizer))
-except RuntimeError as error:
-    print(error)
-else:
-    print(found.batch_size, found.limited_by, *{trial.status for trial in found.trials if trial.size > 16})
+found = auto_find_batch_size(step, lambda n: torch.empty(1024 * n, 64, device="cuda"), max_batch_size=64,
+                             state=(model, optimizer))
+print(found.batch_size, found.limited_by, *{trial.status for trial in found.trials if trial.size > 16})
 """
 
 
 def test_a_kernels_own_limit_bounds_the_size():
     """`torch.multinomial` takes no more than 2**24 categories."""
-    limit = 'torch.multinomial(torch.ones(1024 * len(x), device="cuda"), 1)'
-    assert on_phantoms("-c", LIMITED.replace("LIMIT", limit)).split() == ["16", "kernel", "kernel"]
-
-
-def test_any_other_error_at_a_large_size_ends_the_search():
-    limit = "assert len(x) <= 16 * 1024 or x.view(7, -1) is None"
-    assert "invalid for input of size" in on_phantoms("-c", LIMITED.replace("LIMIT", limit))
+    assert on_phantoms("-c", LIMITED).split() == ["16", "kernel", "kernel"]
 
 
 PLACES = """
