@@ -68,10 +68,6 @@ def on(background, rgb, alpha=ALPHA):
     return np.rint(rgb * part + background * (1 - part)).astype(np.uint8)
 
 
-def grey(rgb):
-    return np.repeat(rgb[:, :, :1], 3, axis=2)
-
-
 def with_alpha(image):
     image.putalpha(Image.fromarray(ALPHA))
     return image
@@ -101,7 +97,7 @@ MORE = {"save_all": True, "append_images": [Image.new("P", (24, 16))]}
 ODD = {
     "16-bit grey.tif": (
         lambda p: Image.fromarray(GREY.astype(np.uint16) * 257).save(p),
-        grey(RGB),
+        RGB[:, :, :1].repeat(3, axis=2),
         0,
     ),
     "cmyk.jpg": (lambda p: COLOUR.convert("CMYK").save(p, quality=100), RGB, 3),
@@ -112,11 +108,6 @@ ODD = {
         0.5,
     ),
     "rgba.png": (lambda p: with_alpha(COLOUR.copy()).save(p), on(255, RGB), 0.5),
-    "one color.png": (
-        lambda p: COLOUR.save(p, transparency=tuple(RGB[0, 0].tolist())),
-        np.where((RGB[0, 0] == RGB).all(axis=2, keepdims=True), 255, RGB).astype(np.uint8),
-        0,
-    ),
     "rotated.png": (rotated, RGB, 0),
 }
 """By the name of the file: what writes it, the plain form, and the mean difference that is allowed.

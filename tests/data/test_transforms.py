@@ -34,10 +34,6 @@ def transform(size=(16, 16), train=True, channels=3, **changes):
     return for_training if train else for_validation.transform()
 
 
-def inputs_of(preprocessing, image):
-    return preprocessing.normalise()(preprocessing.transform()(image))
-
-
 def results(pipeline, image=IMAGE, tries=20):
     seed_generators(0)
     return [pipeline(image) for _ in range(tries)]
@@ -293,7 +289,7 @@ def test_validation_sees_what_timm_shows_the_weights(name):
         image = photograph(*size)
         expected = timms(image) * std
         found, otherwise = (
-            inputs_of(each, functional.pil_to_tensor(image)) * std for each in (own, plain)
+            each.normalise()(each.transform()(image)) * std for each in (own, plain)
         )
         assert float((found - expected).abs().max()) <= 2.01
         assert float((found - expected).abs().mean()) <= 0.05

@@ -21,13 +21,9 @@ class Recorder(nn.Module):
         self.given = (width, num_classes, in_chans, img_size)
 
 
-@pytest.mark.parametrize(
-    ("name", "in_chans", "img_size"),
-    [("test_resnet", 1, (48, 64)), ("test_vit", 5, (48, 64))],
-)
-def test_channels_and_size_come_from_the_data(name, in_chans, img_size):
-    model = build(name, in_chans=in_chans, img_size=img_size)
-    outputs = model(torch.randn(2, in_chans, *img_size))
+def test_channels_and_size_come_from_the_data():
+    model = build("test_vit", in_chans=5, img_size=(48, 64))
+    outputs = model(torch.randn(2, 5, 48, 64))
     assert [tuple(logits.shape) for logits in outputs] == [(2, 2), (2, 3)]
 
 
