@@ -68,6 +68,9 @@ def test_many_folders_with_nearly_the_same_classes_are_refused(tmp_path, num):
     for root in ("data", "data/train"):
         with pytest.raises(ConfigError, match=r"ROOT.*patient0.*benign, malign.*FOLD.*LEVELS"):
             build(tmp_path / root)
+    folders(tmp_path / "data", ["val/patient0"], ["benign"])
+    with pytest.raises(ConfigError, match="patient0"):
+        build(tmp_path / "data")
     assert len(levels(build(tmp_path / "data", LEVELS=["patient", "tumor"]))["patient"]) == num
     assert len(levels(build(tmp_path / "nested"))["level1"]) == num
 
