@@ -171,13 +171,6 @@ def test_the_rate_follows_the_rule_at_every_step(run, rule):
         )
 
 
-def test_milestones_hold_exactly_from_their_epoch_on():
-    schedule = {"NAME": "milestones", "FIRST": 32, "MILESTONES": [[2, 131], [3, 64]]}
-    plan = plan_of(replace(FACTS, max_micro_batch_size=131), schedule=schedule, EPOCHS=5)
-    sizes = [(stage.effective_batch_size, stage.micro_batch_size) for stage in chain(*plan.epochs)]
-    assert sizes == [(32, 32), (32, 32), (131, 131), (64, 32), (64, 32)]
-
-
 def test_beyond_sixteen_accumulation_steps_the_micro_batch_grows():
     plan = plan_of(
         schedule={"NAME": "exponential", "FIRST": 8}, EPOCHS=9, EFFECTIVE_BATCH_SIZE=2048

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import yaml
-from torch import nn
 
 from linnaeus.data.loader import num_cores
 from tests.helpers.runs import assert_same_bits, checkpoint_of, weights
@@ -33,15 +32,8 @@ def test_two_processes_train_as_one(run, torchrun, tmp_path):
     assert curve(folder)[2] == pytest.approx(one[2], rel=1e-4)
 
 
-def test_everything_counts_optimizer_steps(run, tmp_path, monkeypatch):
+def test_everything_counts_optimizer_steps(run, tmp_path):
     """Eight micro-batches are two steps of three and one of two."""
-    clipped, clip = [], nn.utils.clip_grad_norm_
-
-    def counting(*arguments):
-        clipped.append(1)
-        return clip(*arguments)
-
-    monkeypatch.setattr(nn.utils, "clip_grad_norm_", counting)
     outcome = run(
         *PLAIN,
         "DATA.DATASET.length=64",
@@ -61,7 +53,7 @@ def test_everything_counts_optimizer_steps(run, tmp_path, monkeypatch):
     ema, optimizer = checkpoint["state"]["ema"], checkpoint["state"]["optimizer"]
     assert optimizer["param_groups"][0]["lr"] == pytest.approx(0, abs=1e-12), "the decay is over"
     counts = [int(entry["step"]) for entry in optimizer["state"].values()]
-    counts += [ema["num_updates"], checkpoint["progress"]["step"], len(clipped)]
+    counts += [ema["num_updates"], checkpoint["progress"]["step"]]
     assert {*counts, plan_of(folder)["TOTAL_STEPS"]} == {9}
     assert [line["step"] for line in lines_of(folder, "val")] == [3, 6, 9]
 
@@ -130,14 +122,13 @@ def test_resuming_within_a_schedule_changes_no_bit(run, tmp_path, schedule, num_
         assert rates == pytest.approx([0.01 * size / 8 for size in sizes])
 
 
-@pytest.mark.parametrize(("asked", "used"), [("null", min(8, num_cores())), ("1", 1)])
-def test_the_plan_has_the_loader_processes_in_use(run, tmp_path, asked, used):
+def test_the_plan_has_the_loader_processes_in_use(run, tmp_path):
     """The key stays as it was set, so that another machine takes its own cores."""
-    assert run(*PLAIN, f"DATA.NUM_WORKERS={asked}", "TRAIN.EPOCHS=1").code == 0
+    assert run(*PLAIN, "DATA.NUM_WORKERS=null", "TRAIN.EPOCHS=1").code == 0
     folder = tmp_path / "runs/plain"
-    assert plan_of(folder)["NUM_WORKERS"] == used
+    assert plan_of(folder)["NUM_WORKERS"] == min(8, num_cores())
     text = (folder / "config.yaml").read_text()
-    assert yaml.safe_load(text)["DATA"]["NUM_WORKERS"] == yaml.safe_load(asked)
+    assert yaml.safe_load(text)["DATA"]["NUM_WORKERS"] is None
 
 
 def found_in(folder):

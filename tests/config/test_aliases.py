@@ -32,12 +32,6 @@ def test_a_name_is_found_as_it_is_typed(word, setting):
     assert setting in alias(word)
 
 
-@pytest.mark.parametrize("word", ["--no-such-thing", "MODEL.NAMES", "", "--predict"])
-def test_an_unknown_word_has_no_hint(word):
-    """`--predict` was a key once, and is an option of `linnaeus analyze`."""
-    assert alias(word) is None
-
-
 @pytest.mark.parametrize(
     ("typed", "now"),
     [

@@ -125,21 +125,3 @@ def test_the_order_of_files_groups_and_experiments():
     assert (replaced.NAME, replaced.DROP_RATE) == ("resnet34", 0.3)  # the file's own key wins
     assert figures(f"{base} +experiment=birds") == ("resnet34", 5, 2)
     assert figures(f"{base} +experiment=birds model=vit_tiny TRAIN.EPOCHS=9") == (VIT, 9, 2)
-
-
-def test_packages():
-    write(
-        {
-            "conf/encoder/small": "width: 3",
-            "conf/encoder/large": "defaults: [small]\ndepth: 9",
-            "conf/model/target": f"{MODEL}_target_: my.Model",
-            "my": "defaults: [{model: target}, {encoder@MODEL.encoder: large}, extra@TRAIN]",
-            "extra": "EPOCHS: 4",
-        }
-    )
-    config = load("--config-dir=conf", "--cfg=my.yaml")
-    encoder = {"width": 3, "depth": 9}
-    assert {"_target_": "my.Model", "encoder": encoder} == config.MODEL
-    assert config.TRAIN.EPOCHS == 4
-    config = load("--config-dir=conf", "model@MODEL=target", "+encoder@MODEL.decoder=small")
-    assert config.MODEL == {"_target_": "my.Model", "decoder": {"width": 3}}

@@ -1,5 +1,4 @@
 import os
-import re
 import sys
 from contextlib import suppress
 
@@ -69,10 +68,6 @@ def on(background, rgb, alpha=ALPHA):
     return np.rint(rgb * part + background * (1 - part)).astype(np.uint8)
 
 
-def grey(rgb):
-    return np.repeat(rgb[:, :, :1], 3, axis=2)
-
-
 def with_alpha(image):
     image.putalpha(Image.fromarray(ALPHA))
     return image
@@ -102,10 +97,9 @@ MORE = {"save_all": True, "append_images": [Image.new("P", (24, 16))]}
 ODD = {
     "16-bit grey.tif": (
         lambda p: Image.fromarray(GREY.astype(np.uint16) * 257).save(p),
-        grey(RGB),
+        RGB[:, :, :1].repeat(3, axis=2),
         0,
     ),
-    "floats.tif": (lambda p: Image.fromarray(GREY.astype(np.float32)).save(p), grey(RGB), 0),
     "cmyk.jpg": (lambda p: COLOUR.convert("CMYK").save(p, quality=100), RGB, 3),
     "animated.gif": (lambda p: palette_image().save(p, **MORE), CHOSEN, 0),
     "palette.png": (
@@ -114,11 +108,6 @@ ODD = {
         0.5,
     ),
     "rgba.png": (lambda p: with_alpha(COLOUR.copy()).save(p), on(255, RGB), 0.5),
-    "one color.png": (
-        lambda p: COLOUR.save(p, transparency=tuple(RGB[0, 0].tolist())),
-        np.where((RGB[0, 0] == RGB).all(axis=2, keepdims=True), 255, RGB).astype(np.uint8),
-        0,
-    ),
     "rotated.png": (rotated, RGB, 0),
 }
 """By the name of the file: what writes it, the plain form, and the mean difference that is allowed.
@@ -145,42 +134,16 @@ def test_opaque_pixels_and_older_runs_keep_their_colors(tmp_path):
     assert torch.equal(load_image(file, 3, Decoding(background=None)), colors)
 
 
-MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I", "I;16", "I;16B", "F")
-
-
-def of_mode(mode, folder):
-    """A file of this mode."""
-    path = folder / f"{mode.replace(';', '_')}.tif"
-    if mode == "YCbCr":
-        COLOUR.convert(mode).save(path, compression="jpeg")
-    elif mode == "I;16":
-        Image.fromarray(GREY.astype(np.uint16)).save(path)
-    elif mode == "I;16B":
-        Image.frombytes(mode, (24, 16), GREY.astype(">u2").tobytes()).save(path)
-    else:
-        COLOUR.convert(mode).save(path)
-    return path
-
-
-@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
-def test_what_the_check_passes_loads(tmp_path, channels):
-    modes = {*MODES}
-    if channels not in (1, 3):
-        pytest.importorskip("tifffile")
-        modes -= {"YCbCr"}  # as JPEG in TIFF, which tifffile reads with another package
-    readable = set()
-    for mode in modes:
-        path = of_mode(mode, tmp_path)
-        reason = damage(path, channels)
-        if not reason:
+@pytest.mark.parametrize("mode", ["1", "LA", "P", "RGBA", "CMYK", "I", "F"])
+def test_a_mode_has_one_three_or_its_own_number_of_channels(tmp_path, mode):
+    pytest.importorskip("tifffile")
+    path = tmp_path / "a.tif"
+    COLOUR.convert(mode).save(path)
+    for channels in range(1, 6):
+        if channels in (1, 3, {"LA": 2, "RGBA": 4, "CMYK": 4}.get(mode)):
             assert load_image(path, channels).shape == (channels, 16, 24)
-            readable.add(mode)
         else:
-            assert "DATA.DATASET.CHANNELS" in reason
-            with pytest.raises(DataError, match=re.escape(reason)):
-                load_image(path, channels)
-    some = {2: {"LA"}, 4: {"RGBA", "CMYK"}, 5: set()}
-    assert readable == some.get(channels, modes)
+            assert "DATA.DATASET.CHANNELS" in damage(path, channels)
 
 
 BANDS = np.random.default_rng(5).integers(0, 2**12, (5, 16, 24), dtype=np.uint16)
@@ -199,17 +162,13 @@ def test_any_number_of_channels_is_read(tmp_path, name):
     found = load_image(path, 5, Decoding(bit_depth=12))
     assert np.array_equal(found, BANDS >> 4)
     assert not damage(path, 5)
-    for channels in (1, 3, 4):
-        reason = damage(path, channels)
-        if name != "pages.tif" or channels == 4:  # else its first page
-            assert "DATA.DATASET.CHANNELS" in reason
-            assert "[5, 16, 24]" in reason or "[16, 24, 5]" in reason
     path.write_bytes(path.read_bytes()[:2000])
     assert damage(path, 5)
 
 
 def test_a_missing_library_is_named(tmp_path, monkeypatch):
-    path = of_mode("RGBA", tmp_path)
+    path = tmp_path / "a.tif"
+    with_alpha(COLOUR.copy()).save(path)
     monkeypatch.setitem(sys.modules, "tifffile", None)
     assert "pip install tifffile" in damage(path, 4)
     assert not damage(path)
@@ -221,29 +180,14 @@ def test_an_array_of_objects_is_refused(tmp_path):
 
 
 def test_arrays_of_one_and_three_channels_are_converted(tmp_path):
+    """With the range of the file, where none is measured."""
     np.save(tmp_path / "rgb.npy", RGB)
     assert torch.equal(load_image(tmp_path / "rgb.npy", 3), as_tensor(COLOUR))
     assert torch.equal(load_image(tmp_path / "rgb.npy", 1), as_tensor(COLOUR, "L"))
     np.save(tmp_path / "grey.npy", GREY.astype(np.float32) / 255)
     assert torch.equal(load_image(tmp_path / "grey.npy", 3), as_tensor(SHADES))
-
-
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float64])
-def test_one_range_reads_a_dark_and_a_bright_file(tmp_path, dtype):
-    decoding = Decoding(bit_depth=12, float_bits=12)
-    for peak, expected in ((200, 12), (4095, 255), (9000, 255)):
-        values = np.linspace(0, peak, 48 * 48).reshape(48, 48).astype(dtype)
-        np.save(tmp_path / "a.npy", values)
-        found = load_image(tmp_path / "a.npy", 1, decoding)
-        assert (found.min(), found.max()) == (0, expected)
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.float32])
-def test_a_file_of_no_measured_range_has_its_own(tmp_path, dtype):
-    np.save(tmp_path / "a.npy", GREY.astype(dtype))
-    assert torch.equal(load_image(tmp_path / "a.npy", 1), as_tensor(SHADES, "L"))
-    saved = Decoding(bit_depth=16, float_bits=16)
-    assert int(load_image(tmp_path / "a.npy", 1, saved).max()) <= 1, "a negative control"
+    np.save(tmp_path / "wide.npy", GREY.astype(np.int32))
+    assert torch.equal(load_image(tmp_path / "wide.npy", 1), as_tensor(SHADES, "L"))
 
 
 def test_a_file_without_a_finite_value_is_damaged(tmp_path):

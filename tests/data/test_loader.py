@@ -5,15 +5,15 @@ import signal
 import threading
 from dataclasses import replace
 from functools import partial
-from itertools import islice, repeat
+from itertools import combinations, repeat
 
 import numpy as np
 import pytest
 import torch
 
-from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
+from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
-from linnaeus.data.bundle import DataBundle, collate_pairs, dataset_length
+from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders, with_num_workers
 from linnaeus.data.sampler import EpochSampler
@@ -28,9 +28,6 @@ from tests.helpers.small_runs import PLAIN
 
 CPU = torch.device("cpu")
 WORKERS = [0, 2]
-AUGMENT = AugmentConfig(
-    CROP_SCALE=[0.3, 1.0], HFLIP=0.5, COLOR_JITTER=0.3, POLICY="randaugment", ERASING=0.3
-)
 
 
 class Calls:
@@ -136,13 +133,9 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_batches_depend_neither_on_workers_nor_on_a_resume(workers):
-    """The global generators stay as they are."""
     bundle = bundle_of(draws(23), draws(11), noisy_collate)
     expected = epochs(loaders(bundle))
     assert len(expected) == 2 * (23 // 4 + 3)
-    values = torch.cat(expected)[:, :3]
-    assert len(set(values.flatten().tolist())) > 0.9 * values[: values.shape[0] // 2].numel()
-    seed_generators(1)
     with loaders(bundle, workers) as made:
         made.train.set_epoch(7)
         for _ in made.train:
@@ -150,9 +143,6 @@ def test_batches_depend_neither_on_workers_nor_on_a_resume(workers):
         assert_same(epochs(made), expected)
         made.train.set_epoch(1, skip=2 * 4)
         assert_same([batch.inputs for batch in made.train], expected[8 + 2 : 8 + 5])
-    untouched = draw()
-    seed_generators(1)
-    assert draw() == untouched
 
 
 def one_of_torch():
@@ -192,38 +182,15 @@ def test_one_sample_that_draws_gets_its_own_numbers(number, workers):
             assert {value for value, index in rows if index != rare} == {0.0}
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-def test_batches_of_files_are_their_pixels_collated(nested, workers):
-    node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
-    data = build_data(DataConfig(DATASET=node, IMG_SIZE=16, AUGMENT=AUGMENT), seed=0)
-    with loaders(data, workers=workers) as made:
-        made.train.set_epoch(1)
-        batches = list(made.train)
-    order = EpochSampler(dataset_length(data.train), seed=0)
-    order.set_epoch(1)
-    keys = iter(order)
-    for batch in batches:
-        samples = []
-        for _, index in islice(keys, 4):
-            seed_generators(derive_seed(0, 1, index))
-            samples.append(data.train[index])
-        expected = collate_pairs(samples)
-        assert batch.inputs.dtype == torch.uint8
-        assert torch.equal(batch.inputs, expected.inputs)
-        assert torch.equal(batch.targets, expected.targets)
-
-
 def test_epochs_and_seeds_differ_and_validation_does_not():
     bundle = bundle_of(draws(12), draws(6))
-    first = loaders(bundle)
-    train = [torch.cat(epochs(first, (epoch,))[:3]) for epoch in (0, 1)]
-    train.append(torch.cat(epochs(loaders(bundle, seed=1), (0,))[:3]))
-    for i, a in enumerate(train):
-        assert sorted(a[:, 3].tolist()) == list(range(12))
-        for b in train[:i]:
-            assert not torch.equal(a[:, 3], b[:, 3])
-            assert not set(a[:, 0].tolist()) & set(b[:, 0].tolist())
-    assert_same(epochs(first, (0,))[3:], epochs(first, (1,))[3:])
+    whole = [epochs(loaders(bundle), (0,)), epochs(loaders(bundle), (1,))]
+    assert_same(whole[0][3:], whole[1][3:])
+    whole.append(epochs(loaders(bundle, seed=1), (0,)))
+    for a, b in combinations([torch.cat(batches[:3]) for batches in whole], 2):
+        assert sorted(a[:, 3].tolist()) == sorted(b[:, 3].tolist()) == [*range(12)]
+        assert not torch.equal(a[:, 3], b[:, 3])
+        assert not set(a[:, 0].tolist()) & set(b[:, 0].tolist())
 
 
 def test_a_sample_has_one_seed_in_any_batch_on_any_rank():
@@ -325,9 +292,9 @@ def test_interrupted_processes_end_quietly(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("workers", "pin"), [(0, True), (2, True), (2, False)])
-def test_batches_are_on_the_gpu_one_ahead(workers, pin):
-    config = DataConfig(NUM_WORKERS=workers, PIN_MEMORY=pin)
+@pytest.mark.parametrize("pin", [True, False])
+def test_batches_are_on_the_gpu_one_ahead(pin):
+    config = DataConfig(NUM_WORKERS=2, PIN_MEMORY=pin)
     with build_loaders(
         bundle_of(draws(8)),
         config,

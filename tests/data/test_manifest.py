@@ -74,13 +74,6 @@ def test_variants_of_the_file_mean_the_same(folder, text):
     assert labels(bundle) == LABELS
 
 
-def test_levels_choose_and_order_the_columns(folder):
-    rows = "".join(f"{'xy'[i % 2]},img/{i}.jpg,{'qp'[i % 2]},1\n" for i in range(4))
-    (folder / "train.csv").write_text("a,path,b,c\n" + rows)
-    found = levels(build(folder, LEVELS=["b", "a"], IMAGE_COLUMN="path"))
-    assert list(found) == ["b", "a"]
-
-
 def test_validation_manifest_is_encoded_with_training_classes(folder):
     rows = "species,image,kingdom\noak,img/0.jpg,Plantae\n,img/1.jpg,Animalia\n"
     (folder / "val.csv").write_text(rows)

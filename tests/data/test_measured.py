@@ -15,7 +15,6 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.image import DEFAULT_DECODING, Decoding
 from linnaeus.inference.evaluation_data import EvaluationRequest, build_evaluation_data
 from linnaeus.inference.images import Reader
-from linnaeus.inference.trained import load_run
 from linnaeus.models.model_spec import ModelSpec
 from linnaeus.runtime.errors import DataError
 from tests.helpers.datasets import write_image
@@ -63,12 +62,13 @@ def test_one_file_decides_on_the_significant_bits(tmp_path):
     assert depth(bundle) == 12
     [line] = range_lines(bundle)
     assert {"40", "4095"} <= {*re.findall(r"\d+", line)}
-    images = bundle.train
-    position = next(i for i, file in enumerate(images.files) if file.endswith("/17.png"))
-    assert int(images[position][0].max()) == 255
+    for number, peak in ((3, 900 // 16), (17, 255)):
+        position = bundle.train.files.index(f"{root}/{names[number]}")
+        assert int(bundle.train[position][0].max()) == peak
     assert depth(build(root, BIT_DEPTH=14)) == 14
     grey16(root, {names[3]: 65535})
     assert depth(build(root)) == 16
+    assert depth(build(root, reads_images=False)) is None
 
 
 def test_of_many_files_an_even_part_is_measured(tmp_path):
@@ -85,12 +85,6 @@ def test_files_of_8_bits_and_damaged_ones_are_not_measured(tmp_path):
         write_image(tmp_path / "ab"[i % 2] / f"{i}.png")
     (tmp_path / "a/bad.png").write_text("no image")
     assert depth(build(tmp_path, ON_BAD_IMAGE="skip")) is None
-
-
-def test_data_is_built_without_reading_files(tmp_path):
-    grey16(tmp_path, {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
-    assert depth(build(tmp_path, reads_images=False)) is None
-    assert depth(build(tmp_path)) == 12
 
 
 def arrays(root, make, number=8):
@@ -110,8 +104,7 @@ def integers(low, high, dtype):
     ("make", "white"),
     [
         (integers(0, 256, np.int64), 255),
-        (integers(0, 100_000, np.int32), 2**17 - 1),
-        (lambda generator: generator.random((40, 40)), 1),
+        (lambda generator: generator.random((40, 40)) * 1.004 - 0.001, 1),  # rounded
         (integers(0, 4096, np.float16), 4095),
     ],
 )
@@ -122,49 +115,31 @@ def test_one_range_is_measured_for_all_files(tmp_path, make, white):
     assert {str(white), "8"} <= {*re.findall(r"\d+", line)}
     images = bundle.train
     pixels = torch.stack([images[i][0] for i in range(len(images))])
-    expected = 127.5 * (100_000 / white if white > 2**16 else 1)
-    assert pixels.float().mean().item() == pytest.approx(expected, rel=0.1)
+    assert pixels.float().mean().item() == pytest.approx(127.5, rel=0.1)
     hot = np.load(images.files[0])
-    for row, is_same in ((slice(1), True), (slice(20), white > 30_000)):  # few pixels, and more
-        hot[row, : row.stop] = 30_000
+    for side in (1, 20):  # one pixel, and more
+        hot[:side, :side] = 30_000
         np.save(images.files[0], hot)
-        assert (decoding_of(build(root)) == decoding_of(bundle)) == is_same
+        assert (decoding_of(build(root)) == decoding_of(bundle)) == (side == 1)
 
 
 @pytest.mark.parametrize(
-    ("make", "ends"),
+    ("make", "values"),
     [
-        (integers(-1000, 3000, np.int16), ("-", "29")),
-        (lambda generator: generator.random((40, 40)) * 1.5, ("0.", "1.4")),
-        (integers(0, 2, np.int64), ("0", "1")),
-        (lambda generator: generator.random((40, 40)) * 1e38, ("", "e+37")),
+        (integers(-1000, 3000, np.int16), r"-\d+ to 29\d\d"),
+        (lambda generator: generator.random((40, 40)) * 1.5, r"0\.\d+ to 1\.4\d+"),
+        (integers(0, 2, np.int64), "0 to 1"),
+        (lambda generator: generator.random((40, 40)) * 1e38, r"\S+ to \S+e\+37"),
     ],
 )
-def test_values_of_no_range_end_training_and_check(run, tmp_path, make, ends):
+def test_values_of_no_range_end_training_and_check(run, tmp_path, make, values):
     root = arrays(tmp_path / "images", make)
-    with pytest.raises(DataError) as caught:
+    message = rf"{root}/[ab]/\d\.npy: .*values, {values},"
+    with pytest.raises(DataError, match=message):
         build(root)
     outcome = run("check-data", "data=imagefolder", f"DATA.DATASET.ROOT={root}")
     assert outcome.code == 1
-    for message in (str(caught.value), outcome.err.strip()):
-        found = re.fullmatch(
-            rf"{re.escape(str(root))}/[ab]/\d\.npy: .*values, (\S+) to (\S+),.*", message
-        )
-        low, high = found.groups()
-        assert low.startswith(ends[0])
-        assert ends[1] in high
-
-
-def test_some_negative_pixels_and_rounding_are_no_error(tmp_path):
-    def make(generator):
-        values = generator.random((40, 40)) * 1.004
-        values[0, 0] = -9999
-        values[1] = -0.001
-        return values
-
-    bundle = build(arrays(tmp_path, make))
-    assert decoding_of(bundle).float_bits == 1
-    assert bundle.train[0][0].float().mean().item() == pytest.approx(127.5, rel=0.1)
+    assert re.search(message, outcome.err)
 
 
 def test_a_split_above_the_range_is_noted_and_clipped(tmp_path):
@@ -207,11 +182,6 @@ def test_five_channels_train_validate_and_predict(run, tmp_path):
     spec = json.loads((tmp_path / "runs/bands/model.json").read_text())
     assert len(spec["preprocessing"]["mean"]) == spec["preprocessing"]["channels"] == 5
     assert len((tmp_path / "found.csv").read_text().splitlines()) == 9
-    trained = load_run(tmp_path / "runs/bands", device="cpu")
-    array = np.load(tmp_path / "bands/a/0.npy")
-    inputs = [trained.transform(each) for each in (array, torch.from_numpy(array))]
-    assert torch.equal(inputs[0], trained.transform(tmp_path / "bands/a/0.npy"))
-    assert torch.equal(inputs[0], inputs[1])
 
 
 def photo(path, seed=0):
@@ -244,14 +214,13 @@ def test_the_range_is_saved_and_older_decodings_load(tmp_path):
     assert loaded(content).preprocessing.decoding == Decoding(background=None)
 
 
-@pytest.mark.parametrize("decode", ["fast", "exact"])
-def test_all_commands_read_a_large_photo_alike(tmp_path, decode):
+def test_all_commands_read_a_large_photo_alike(tmp_path):
     for name in ("train/a/0", "train/b/1", "val/a/2", "val/b/3"):
         photo(tmp_path / f"{name}.jpg", seed=ord(name[-1]))
     clear = Image.new("RGBA", (40, 30), (200, 0, 0, 90))
     clear.save(tmp_path / "val/a/4.png")
     grey16(tmp_path, {"train/a/5.png": 4000, "val/b/6.png": 4000})
-    bundle = build(tmp_path, 3, DECODE=decode, BACKGROUND=[10, 250, 90])
+    bundle = build(tmp_path, 3, DECODE="fast", BACKGROUND=[10, 250, 90])
     spec = loaded(spec_of(bundle).as_dict())
     assert spec.preprocessing.decoding.bit_depth == 12
     node = DatasetConfig(NAME="imagefolder", ROOT=str(tmp_path))

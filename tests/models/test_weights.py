@@ -3,7 +3,6 @@
 import argparse
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import timm
@@ -74,7 +73,6 @@ def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path):
         model, line = built(WEIGHTS=str(folder.parent))
         assert bits(model.state_dict()) == bits((average or source).state_dict())
         assert str(folder / f"{name}.pt") in line
-        assert "94 tensors" in line
         assert ("EMA" in line) == (average is not None)
 
 
@@ -154,17 +152,19 @@ def test_a_whole_average_is_taken_before_the_weights(load, average):
 def test_a_prefix_hides_no_names_that_timm_translates(tmp_path):
     """Facebook's names of ConvNeXt, in a module that is called `model`."""
     own = random_state(7, "test_convnext")
-    names = {"stem": "downsample_layers.0", "head.norm": "norm", "head.fc": "head"}
+    names = {
+        r"^stem\.": "downsample_layers.0.",
+        r"^head\.(norm\.|fc\.)": r"\1",
+        r"^fc\.": "head.",
+        r"\.blocks\.": ".",
+        r"stages\.(\d)\.downsample\.": r"downsample_layers.\1.",
+        "conv_dw": "dwconv",
+        r"mlp\.fc": "pwconv",
+    }
     foreign = {}
     for name, tensor in own.items():
         for ours, theirs in names.items():
-            if name.startswith(f"{ours}."):
-                name = name.replace(ours, theirs, 1)
-                break
-        else:
-            name = re.sub(r"stages\.(\d)\.blocks\.", r"stages.\1.", name)
-            name = re.sub(r"stages\.(\d)\.downsample\.", r"downsample_layers.\1.", name)
-            name = name.replace("conv_dw", "dwconv").replace("mlp.fc", "pwconv")
+            name = re.sub(ours, theirs, name)
         foreign[f"model.{name}"] = tensor
     torch.save(foreign, tmp_path / "a.pt")
     model, line = built("test_convnext", WEIGHTS=str(tmp_path / "a.pt"))
@@ -223,35 +223,30 @@ NONE = {"IMG_SIZE": None, "INTERPOLATION": None, "CROP_FRACTION": None, "RESIZE"
 NONE |= {"MEAN": None, "STD": None}
 RESNET = {"IMG_SIZE": 224, "INTERPOLATION": "bicubic", "CROP_FRACTION": 0.95, "RESIZE": "crop"}
 RESNET |= dict(zip(("MEAN", "STD"), IMAGENET, strict=True))
-LARGE = {**RESNET, "IMG_SIZE": 384, "CROP_FRACTION": 1.0, "MEAN": [0.5] * 3, "STD": [0.5] * 3}
 
 
-def data_of(name="imagefolder", channels=3, **keys):
-    config = DataConfig(IMG_SIZE=keys.pop("IMG_SIZE", None))
+def data_of(name="imagefolder", channels=3, img_size=None):
+    config = DataConfig(IMG_SIZE=img_size)
     config.DATASET.NAME, config.DATASET.CHANNELS = name, channels
-    return replace(config, AUGMENT=replace(config.AUGMENT, **keys))
+    return config
 
 
 def values_of(data):
     return {key: getattr(data.AUGMENT, key, data.IMG_SIZE) for key in NONE}
 
 
-def pretrained(name="resnet18"):
-    return ModelConfig(NAME=name, PRETRAINED=True)
+PRETRAINED = ModelConfig(NAME="resnet18", PRETRAINED=True)
 
 
 @pytest.mark.parametrize(
     ("node", "data", "expected"),
     [
         ({"_target_": "torch.nn.Linear"}, data_of(), NONE),
-        (pretrained(), data_of(), RESNET),
-        (pretrained("vit_tiny_patch16_384"), data_of(), LARGE),
-        (pretrained("eva02_base_patch14_448"), data_of(), {"IMG_SIZE": 448, "RESIZE": "squash"}),
-        (pretrained(), data_of(IMG_SIZE=64), {**RESNET, "IMG_SIZE": 64}),
-        (pretrained(), data_of(RESIZE="squash"), {**RESNET, "RESIZE": "squash"}),
-        (pretrained(), data_of(channels=5), {**RESNET, "MEAN": None, "STD": None}),
+        (PRETRAINED, data_of(), RESNET),
+        (PRETRAINED, data_of(img_size=64), {**RESNET, "IMG_SIZE": 64}),
+        (PRETRAINED, data_of(channels=5), {**RESNET, "MEAN": None, "STD": None}),
         (
-            pretrained(),
+            PRETRAINED,
             data_of("digits"),
             {**RESNET, "IMG_SIZE": None, "CROP_FRACTION": None, "RESIZE": None},
         ),
@@ -261,11 +256,8 @@ def pretrained(name="resnet18"):
 )
 def test_null_takes_the_preprocessing_of_the_weights(node, data, expected):
     found, line = with_preprocessing(data, node)
-    values = values_of(found)
-    assert {key: values[key] for key in expected} == expected
+    assert values_of(found) == expected
     assert (line is not None) == (expected != NONE)
-    given = values_of(data)
-    assert all(values[key] == given[key] for key in NONE if given[key] is not None)
 
 
 def test_a_file_of_another_program_is_preprocessed_as_timm_says(tmp_path):
