@@ -92,17 +92,6 @@ def program_outputs(path, batch, about):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext", "test_efficientnet"])
-def test_networks_of_timm_as_computations(name, tmp_path):
-    run = run_of(tmp_path / "run", name)
-    onnx, program = run.export("onnx").path, run.export("torch-export").path
-    for batch in (torch.randn(3, 3, 32, 32), torch.randn(1, 3, 32, 32)):
-        expected = {level: logits.softmax(1) for level, logits in outputs_of(run, batch).items()}
-        check_equal(onnx_outputs(onnx, batch), expected)
-        check_equal(program_outputs(program, batch, "probabilities"), expected)
-
-
-@pytest.mark.slow
 def test_a_marginal_head_as_a_computation(tmp_path):
     """Its outputs are log-probabilities already, which do not add up to 1 where a parent is unknown."""
     taxonomy = Taxonomy(BIRDS.levels, ((0, 0, 1, UNKNOWN, 0),))

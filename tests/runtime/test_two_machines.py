@@ -10,9 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.children import ROOT
-from tests.helpers.runs import SMALL, assert_same_bits, wait_until, weights
-from tests.helpers.small_runs import lines_of
+from tests.helpers.runs import SMALL, wait_until
 
 NAMES = ("first", "second")
 ADDRESSES = ("10.200.0.1", "10.200.0.2")
@@ -20,8 +18,8 @@ ADDRESSES = ("10.200.0.1", "10.200.0.2")
 pytestmark = [pytest.mark.slow]
 
 
-def run(*command):
-    subprocess.run(command, check=True, capture_output=True)
+def run(line):
+    subprocess.run(line.split(), check=True, capture_output=True)
 
 
 class Machines:
@@ -36,55 +34,32 @@ class Machines:
 
     def connect(self):
         for space, folder in zip(self.spaces, self.hosts, strict=True):
-            run("ip", "netns", "add", space)
+            run(f"ip netns add {space}")
             folder.mkdir(parents=True)
             known = zip(("127.0.0.1", *ADDRESSES), ("localhost", *NAMES), strict=True)
             (folder / "hosts").write_text("".join(f"{ip} {name}\n" for ip, name in known))
-        ends = [("name", "eth0", "netns", space) for space in self.spaces]
-        run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        first, second = (f"name eth0 netns {space}" for space in self.spaces)
+        run(f"ip link add {first} type veth peer {second}")
         for space, address in zip(self.spaces, ADDRESSES, strict=True):
-            for command in (
-                ("address", "add", f"{address}/24", "dev", "eth0"),
-                ("link", "set", "eth0", "up"),
-                ("link", "set", "lo", "up"),
-            ):
-                run("ip", "-netns", space, *command)
+            run(f"ip -netns {space} address add {address}/24 dev eth0")
+            run(f"ip -netns {space} link set eth0 up")
+            run(f"ip -netns {space} link set lo up")
 
     def cut(self):
-        run("ip", "-netns", self.spaces[1], "link", "set", "eth0", "down")
+        run(f"ip -netns {self.spaces[1]} link set eth0 down")
 
     def train(self, *options):
         """Start the same command on both."""
         for rank, (name, space) in enumerate(zip(NAMES, self.spaces, strict=True)):
-            torchrun = [
-                *(
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--nnodes=2",
-                    "--nproc_per_node=1",
-                ),
-                *(f"--node_rank={rank}", f"--master_addr={NAMES[0]}", "--master_port=29511"),
-                *("-m", "linnaeus.main", *SMALL, *options),
-            ]
+            inside = f"ip netns exec {space} unshare --uts sh -c"
             named = f'hostname {name} && exec "$@"'
+            torchrun = f"-m torch.distributed.run --nnodes=2 --node_rank={rank} --nproc_per_node=1"
+            main = f"--master_addr={NAMES[0]} --master_port=29511 -m linnaeus.main"
+            words = [sys.executable, *torchrun.split(), *main.split(), *SMALL, *options]
             with self.logs[rank].open("w") as log:
                 process = psutil.Popen(
-                    [
-                        "ip",
-                        "netns",
-                        "exec",
-                        space,
-                        "unshare",
-                        "--uts",
-                        "sh",
-                        "-c",
-                        named,
-                        "sh",
-                        *torchrun,
-                    ],
+                    [*inside.split(), named, "sh", *words],
                     cwd=self.folder,
-                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                     stdout=log,
                     stderr=log,
                 )
@@ -122,17 +97,6 @@ def machines(tmp_path):
         yield pair
     finally:
         pair.remove()
-
-
-def test_two_machines_train_as_one_with_two_ranks_does(machines, torchrun, tmp_path):
-    search = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
-    machines.train(*search)
-    assert machines.end() == [0, 0], machines.text()
-    one = torchrun(2, *SMALL, *search, "EXPERIMENT.NAME=one")
-    assert one.code == 0, one.err
-    runs = tmp_path / "runs"
-    assert_same_bits(weights(runs / "small"), weights(runs / "one"))
-    assert len(lines_of(runs / "small", "val")) == 2
 
 
 def test_a_cut_cable_ends_both_machines_naming_the_silent_rank(machines, tmp_path):
