@@ -30,7 +30,6 @@ def problems(command, *argv):
     ("command", "argv", "option", "ending"),
     [
         ("compare", ["runs"], "--plot", "png"),
-        ("predict", ["runs/one", "photos"], "--output", "csv"),
         ("train", [], "--preview", "png"),
     ],
 )

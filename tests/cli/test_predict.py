@@ -192,7 +192,7 @@ def test_a_threshold_backs_off_to_the_finest_certain_level(predict_birds):
             assert str((row["certain_level"], row["certain_class"])) == str(expected)
 
 
-def test_several_runs_and_mirror_images_give_their_mean_probability(desk, predict_birds):
+def test_runs_and_mirror_images_give_their_mean_probability(desk, predict_birds):
     save_run(desk / "runs" / "other", spec_of(size=(48, 48)), seed=7)
     runs = ("runs/birds", "runs/other/checkpoints/best.pt")
     predict_birds(runs[1], *PHOTOS, "--top", "5", "--tta", "flip", "--output", "both.json")
@@ -234,7 +234,7 @@ def test_features_are_what_the_head_gets(desk, predict_birds, monkeypatch, endin
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("--split val --features nowhere/a.npy", "--features"),
+        ("--split val --output nowhere/a.csv --features nowhere/a.npy", "--features"),
         ("--split val --tta crop", "--tta"),
         ("runs/birds photos --features a.npy", "--features"),  # of several runs
         ("photos runs/birds", "runs/birds"),  # a run among the images

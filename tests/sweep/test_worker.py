@@ -61,26 +61,20 @@ def test_a_sweep_with_a_run_that_fails(run_in_child, tmp_path):
     steps = [row["total_steps"] for row in (first, second)]
     assert steps == [str(good["total_steps"]), ""], "a whole number beside none stays whole"
     assert (folder / "sweep.png").exists()
-    ids = {
-        json.loads((folder / f"{key}={model}" / name).read_text())[entry]
-        for name, entry in (("run.json", "id"), ("result.json", "run"))
-    }
-    assert len(ids) == 1
-    saved = yaml.safe_load((folder / f"{key}={model}/config.yaml").read_text())
-    assert {saved["PLAN"]["RUN"]} == ids
+    finished, failed = (folder / f"{key}={name}" for name in (model, f"{model}s"))
+    found = json.loads((finished / "result.json").read_text())["run"]
+    assert json.loads((finished / "run.json").read_text())["id"] == found
+    assert yaml.safe_load((finished / "config.yaml").read_text())["PLAN"]["RUN"] == found
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()  # a worker leaves what has failed, the command tries it again
     assert start(elsewhere, "work", "../runs/tiny").wait(100) == 0
     assert names(elsewhere) == {"shell.txt"}
     assert log_of(elsewhere).endswith("1 finished, 1 failed\n")
-    before = (folder / f"{key}={model}s" / OUTPUT).stat().st_size
-    again = run_in_child(*argv)
-    assert again.code == 1
-    assert (folder / f"{key}={model}s" / OUTPUT).stat().st_size > before
-    assert validations_of(folder / f"{key}={model}") == [good["total_steps"]], (
-        "what has finished is left alone"
-    )
+    before = (failed / OUTPUT).stat().st_size
+    assert run_in_child(*argv).code == 1
+    assert (failed / OUTPUT).stat().st_size > before
+    assert validations_of(finished) == [good["total_steps"]], "what has finished is left alone"
 
 
 def test_a_sweep_is_known_by_its_file(run):
@@ -172,17 +166,15 @@ def test_a_dead_worker_s_run_goes_on_in_a_worker_started_later(tmp_path, run_in_
     sweep, folder = start(tmp_path, *argv), tmp_path / "runs/tiny"
     begun = [folder / f"EXPERIMENT.SEED={seed}" for seed in range(2)]
     wait_until(lambda: all((one / "checkpoints/last.pt").exists() for one in begun), sweep)
-    holder = read_state(begun[0]).holder
-    worker = psutil.Process(holder.pid)
+    worker = psutil.Process(read_state(begun[0]).holder.pid)
     for process in (worker, *worker.children()):
         process.kill()
     sweep.send_signal(signal.SIGINT)
     assert sweep.wait(100) == 130, log_of(tmp_path)
     assert [read_state(one).status for one in begun] == ["interrupted"] * 2
     (tmp_path / GATE).unlink()
-    third = start(tmp_path, "work", "runs/tiny")
-    assert third.wait(100) == 0, log_of(tmp_path)
-    assert start(tmp_path, *argv).wait(100) == 0, log_of(tmp_path)
+    for words in (("work", "runs/tiny"), argv):
+        assert start(tmp_path, *words).wait(100) == 0, log_of(tmp_path)
     run_in_child(*argv, "EXPERIMENT.NAME=calm").ok()
     tiny, calm = (figures(tmp_path / "runs" / name) for name in ("tiny", "calm"))
     assert [run["curve"] for run in tiny] == [run["curve"] for run in calm]

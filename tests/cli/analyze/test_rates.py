@@ -3,10 +3,11 @@
 import csv
 import json
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.helpers.predictions import NARROW, POINTS
+from tests.helpers.predictions import NARROW, POINTS, content_of
 from tests.helpers.runs import SMALL
 from tests.helpers.small_runs import lines_of
 from tests.training.test_trainer import OVERFLOWING
@@ -21,8 +22,8 @@ def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run, tmp_path):
         "OPTIMIZER.LR_SCALING=sqrt",
         "EXPERIMENT.DEVICE=cpu",
     )
-    run("analyze", *options, "--lr", "--plot", "rates.svg").ok()
-    found = json.loads((tmp_path / "learning_rates.json").read_text())
+    outcome = run("analyze", *options, "--lr", "--plot", "rates.svg")
+    found = content_of(outcome, Path("learning_rates.json"))
     rows = found["results"]
     assert 30 < len(rows) < 100, "it ends where training diverges"
     assert rows[0]["OPTIMIZER.LR"] == pytest.approx(1e-6 * 4)  # of 256 samples, for batches of 16
@@ -34,12 +35,12 @@ def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run, tmp_path):
 
 
 @pytest.mark.parametrize(("amp", "num_rows"), [("fp16", 28), ("off", 30)])
-def test_a_step_that_the_scaler_skips_is_left_out(run, tmp_path, monkeypatch, amp, num_rows):
+def test_a_step_that_the_scaler_skips_is_left_out(run, monkeypatch, amp, num_rows):
     monkeypatch.setattr("linnaeus.cli.analyze.rates.NUM_STEPS", 30)
     monkeypatch.setattr("linnaeus.cli.analyze.rates.LAST", 1e-3)
     options = (*OVERFLOWING, "MODEL.num_passes=2", f"TRAIN.AMP={amp}")
-    run("analyze", *options, "--lr", "--output=a.json").ok()
-    assert len(json.loads((tmp_path / "a.json").read_text())["results"]) == num_rows
+    outcome = run("analyze", *options, "--lr", "--output=a.json")
+    assert len(content_of(outcome, Path("a.json"))["results"]) == num_rows
 
 
 def test_ctrl_c_keeps_the_steps_and_says_a_word(run, tmp_path):

@@ -90,19 +90,12 @@ def test_rows_are_sorted(tmp_path):
         assert "".join(row.name for row in found.rows) == expected
 
 
-PRESET = (
-    "TRAIN.AMP=bf16",
-    "OPTIMIZER.NAME=sgd",
-    "MODEL.NAME=resnet50",
-    *(f"TRAIN.{key}=True" for key in ("COMPILE", "CHANNELS_LAST", "GRADIENT_CHECKPOINTING")),
-    "TRAIN.SYNC_BATCHNORM=True",
-)
-
-
 def test_keys_that_do_not_fit_are_named_below_the_table(run, tmp_path):
     """Without a terminal, in 120 columns; as many keys as fit are whole columns, and files have all."""
     write_run(tmp_path / "runs/a", "EXPERIMENT.SEED=1", "OPTIMIZER.LR=0.2")
-    write_run(tmp_path / "runs/b", *PRESET)
+    other = "TRAIN.AMP=bf16 OPTIMIZER.NAME=sgd MODEL.NAME=resnet50 TRAIN.SYNC_BATCHNORM=True"
+    switches = ("COMPILE", "CHANNELS_LAST", "GRADIENT_CHECKPOINTING")
+    write_run(tmp_path / "runs/b", *other.split(), *(f"TRAIN.{key}=True" for key in switches))
     outcome = run("compare", "runs", "--output", "a.json")
     assert (outcome.code, outcome.err) == (0, "")
     keys = json.loads((tmp_path / "a.json").read_text())["differences"]

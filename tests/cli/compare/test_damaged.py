@@ -63,7 +63,7 @@ def write_finished(folder):
     return folder
 
 
-def test_damaged_and_foreign_files_are_named_and_the_others_compared(run, tmp_path):
+def test_damaged_files_are_named_and_the_others_compared(run, tmp_path):
     damaged = {}
     for file in FILES:
         for number, damage in enumerate(DAMAGED):

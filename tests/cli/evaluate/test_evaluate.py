@@ -62,8 +62,8 @@ def only(run_folder, pattern):
 def logged(run_folder):
     """The last metrics that training has logged, without those of the raw weights."""
     last = lines_of(run_folder, "val")[-1]
-    names = last.keys() - {"step", "epoch", "split", "time"}
-    return {name: last[name] for name in names if not name.startswith("raw/")}
+    metrics = last.keys() - {"step", "epoch", "split", "time"}
+    return {name: last[name] for name in metrics if not name.startswith("raw/")}
 
 
 @pytest.fixture(scope="module")
