@@ -6,25 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers.children import ROOT
-
 CODE = "from linnaeus.main import console; raise SystemExit(console())"
-
-
-def answer(line, folder):
-    """The words that the shell is offered for the last one of a line."""
-    asked = {
-        "_ARGCOMPLETE": "1",
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(folder / "answer"),
-        "_ARGCOMPLETE_IFS": "\n",
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-        "_ARGCOMPLETE_COMP_WORDBREAKS": "\"'><;|&(",
-    }
-    env = {**os.environ, **asked, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", CODE], env=env, cwd=folder, check=False)
-    assert done.returncode == 0
-    return sorted(word.strip() for word in (folder / "answer").read_text().split("\n") if word)
 
 
 @pytest.mark.parametrize(
@@ -41,5 +23,15 @@ def answer(line, folder):
 )
 def test_what_may_follow(line, expected, tmp_path):
     (tmp_path / "my_experiment.yaml").touch()
-    found = answer(line, tmp_path)
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"),
+        "_ARGCOMPLETE_IFS": "\n",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_COMP_WORDBREAKS": "\"'><;|&(",
+    }
+    command, env = [sys.executable, "-c", CODE], {**os.environ, **asked}
+    subprocess.run(command, env=env, cwd=tmp_path, check=True)
+    found = sorted(word.strip() for word in (tmp_path / "answer").read_text().split("\n") if word)
     assert [word.rpartition("=")[2] or word for word in found] == expected

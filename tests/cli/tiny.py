@@ -79,21 +79,20 @@ class Growing(Wide):
     Args:
         num_classes: of the points.
         width: of the layers, a quarter of their bytes per sample.
-        interrupt_at: the call that sends a signal.
-        signal_number: the signal, by default that of Ctrl-C.
+        interrupt_at: the call that presses Ctrl-C.
     """
 
     num_calls = 0  # of the class: those of a model are restored after a trial
 
-    def __init__(self, num_classes, width=2**18, interrupt_at=None, signal_number=signal.SIGINT):
+    def __init__(self, num_classes, width=2**18, interrupt_at=None):
         super().__init__(num_classes, width)
-        self.interrupt_at, self.signal_number = interrupt_at, signal_number
+        self.interrupt_at = interrupt_at
         Growing.num_calls = 0
 
     def forward(self, x):
         Growing.num_calls += 1
         if Growing.num_calls == self.interrupt_at:
-            os.kill(os.getpid(), self.signal_number)
+            os.kill(os.getpid(), signal.SIGINT)
         wide = (x.sum(1, keepdim=True) * self.scale + self.shift).sigmoid().tanh()
         return self.head(x) + wide.mean(1, keepdim=True)
 

@@ -62,6 +62,7 @@ def test_exchanges_give_every_rank_its_values_and_leave_few_keys():
 
 
 def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(caplog):
+    """Or only as long as it is to be."""
     caplog.set_level(logging.INFO, "linnaeus.autobatch.ranks")
     main, other = control_planes(name_of=lambda rank: rank + 2)
     waited = []
@@ -76,15 +77,11 @@ def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(caplog):
     apart = [after - before for before, after in itertools.pairwise(seconds)]
     assert exchange.REPORT_S < min(apart) <= max(apart) < exchange.REPORT_S + 3
     assert {record.args[1:] for record in caplog.records} == {(3, "trying 128")}
-
-
-def test_a_rank_that_takes_too_long_is_named_with_what_it_does():
-    main, other = control_planes(name_of=lambda rank: rank + 2)
-    other.update("trying 128")
+    begun = clock.seconds
     with pytest.raises(OverdueError) as caught:
         main.gather(None, limit_s=100)
     assert (caught.value.rank, caught.value.doing) == (3, "trying 128")
-    assert 100 < main.clock.seconds < 102
+    assert 100 < clock.seconds - begun < 102
 
 
 def test_ranks_that_meet_go_on_together_as_often_as_they_do():
@@ -99,12 +96,6 @@ def test_ranks_that_meet_go_on_together_as_often_as_they_do():
 
     ranks(work, work, work)
     assert [number for number, _ in passed] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    main, other = control_planes()
-    add_events(
-        main, *[nothing] * 3, lambda: passed.append((3, 1)), lambda: other.barrier("here", 1)
-    )
-    main.barrier("here", 2)
-    assert passed[-1] == (3, 1), "it has waited"
 
 
 def test_a_rank_that_others_wait_to_meet_too_long_ends_the_job():

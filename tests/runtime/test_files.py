@@ -64,17 +64,6 @@ def test_a_text_that_a_full_disk_refuses_is_an_error_of_linnaeus(tmp_path):
         write_text_atomically(tmp_path / "file", "x" * 8192)
 
 
-def test_a_file_is_whole_before_it_replaces_the_other(tmp_path):
-    path, seen = tmp_path / "file", []
-    path.write_text("old")
-
-    def look(temporary):
-        seen.append((temporary.read_text(), path.read_text()))
-
-    write_atomically(path, lambda file: file.write(b"new"), look)
-    assert (seen, path.read_text()) == ([("new", "old")], "new")
-
-
 def test_a_disk_without_room_is_told_from_other_errors(tmp_path):
     """The golden messages have the error of a quota."""
     folder = tmp_path / "not made yet"

@@ -37,15 +37,6 @@ def draws():
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *normal]
 
 
-def test_a_seed_fixes_all_generators():
-    seed_all(3)
-    first = draws()
-    seed_all(3)
-    assert draws() == first
-    seed_all(4)
-    assert all(a != b for a, b in zip(draws(), first, strict=True))
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_an_accelerator_takes_the_kernels_asked_for(device):
     """The CPU does not: there the setting may change results."""
@@ -61,7 +52,9 @@ def test_an_accelerator_takes_the_kernels_asked_for(device):
 
 def test_generators_go_on_as_if_nothing_had_happened():
     seed_all(2**63 - 1)
-    draws()
+    first = draws()
+    seed_all(2**63 - 1)
+    assert draws() == first
     state = rng_state(CPU)
     expected = draws()
     set_rng_state(state, CPU)
@@ -70,14 +63,6 @@ def test_generators_go_on_as_if_nothing_had_happened():
         assert all(a != b for a, b in zip(draws(), expected, strict=True))
         raise ZeroDivisionError
     assert draws() == expected
-
-
-def test_seeds_are_spread_out():
-    seeds = {derive_seed(s, e, i) for s in range(10) for e in range(10) for i in range(100)}
-    assert len(seeds) == 10_000
-    assert len({seed & 0xFFFFFFFF for seed in seeds}) > 9_990
-    assert all(0 <= seed < 2**64 for seed in seeds)
-    assert derive_seed(0, 1) != derive_seed(1, 0)
 
 
 @pytest.mark.parametrize("before", [None, ":16:8"])

@@ -42,26 +42,20 @@ def taken_and_left(folder):
     return aside
 
 
-def test_what_is_no_earlier_run_is_used_as_it_is(tmp_path):
-    """An empty folder, the logs of a start that failed, a group of other runs."""
-    folder = tmp_path / "runs/r1"
-    for inner, file in (("logs", "rank0.log"), ("one", "config.yaml")):
-        assert taken_and_left(folder) is None
-        (folder / inner).mkdir()
-        (folder / inner / file).touch()
-    assert taken_and_left(folder) is None
-    assert names(folder) == {"logs", "one"}
-
-
 def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path):
+    """Others are used as they are: empty, with logs of a start that failed, or with other runs in it."""
     for number, own in enumerate((*RUN_FILES, "checkpoints")):
         folder = tmp_path / str(number)
-        (folder / "one").mkdir(parents=True)
+        assert taken_and_left(folder) is None
+        for inner in ("logs", "one"):
+            (folder / inner).mkdir()
+            (folder / inner / "config.yaml").touch()
         (folder / "notes.txt").write_text("of the user")
+        assert taken_and_left(folder) is None
         (folder / own).touch()
         aside = taken_and_left(folder)
         assert aside == tmp_path / f"{number}.1"
-        assert names(aside) == {"one", "notes.txt", own}
+        assert names(aside) == {"logs", "one", "notes.txt", own}
     assert taken_and_left(tmp_path / "0.1") == tmp_path / "0.1.1"
 
 
@@ -71,16 +65,6 @@ def folder(tmp_path):
     path.mkdir()
     (path / "result.json").touch()
     return path
-
-
-def test_a_folder_in_use_is_refused_and_says_who_uses_it(folder):
-    claim = Claim(folder)
-    with pytest.raises(FolderInUseError):
-        Claim(folder)
-    assert read_state(folder).status == "running"
-    claim.release()
-    assert names(folder) == {"result.json"}, "a claim leaves no trace"
-    Claim(folder).release()  # the negative control
 
 
 @pytest.fixture
@@ -97,18 +81,19 @@ def test_a_dead_process_loses_its_claim_and_the_run_keeps_its_id(tmp_path, other
         claim.begin()
     with pytest.raises(FolderInUseError, match=str(other.pid)):
         Claim(folder)
-    found = claim.id
     other.communicate()
     state = read_state(folder)
     assert (state.status, state.exit_code, state.seconds) == ("interrupted", None, None)
     assert state.holder.pid == other.pid
-    for seconds in (0.0, state.seconds or 0.0):
-        claim = Claim(folder)
-        assert claim.id == found
-        claim.begin()
-        claim.end(130)
-        claim.release()
+    seconds = 0.0
+    for _ in range(2):
+        again = Claim(folder)
+        assert again.id == claim.id
+        again.begin()
+        again.end(130)
+        again.release()
         assert read_state(folder).seconds > seconds, "they are summed"
+        seconds = read_state(folder).seconds
 
 
 def test_a_run_shares_the_claim_of_its_worker(folder, monkeypatch):
@@ -166,15 +151,6 @@ def test_of_several_that_see_a_dead_holder_one_takes_the_folder(folder):
         elsewhere(folder, DEAD_S + 60)
         [winner] = filter(None, together(*[take] * 4))
         winner.release()
-
-
-def test_a_remote_process_lives_while_it_touches_its_claim(folder):
-    elsewhere(folder, 0)
-    with pytest.raises(FolderInUseError, match="elsewhere"):
-        Claim(folder)
-    elsewhere(folder, DEAD_S + 60)
-    assert read_state(folder).status == "finished"
-    Claim(folder).release()
 
 
 @pytest.mark.parametrize("name", [RESTART_TOKEN, "TORCHELASTIC_RUN_ID"])
@@ -258,7 +234,7 @@ def test_the_last_line_is_the_run_s_own(tmp_path):
     assert last_line(tmp_path, begin) == "no memory"
 
 
-@pytest.mark.parametrize("how", ["renamed", "deleted", "replaced", "taken over"])
+@pytest.mark.parametrize("how", ["renamed", "replaced", "taken over"])
 def test_a_run_that_has_lost_its_folder_writes_nothing_more(folder, how):
     claim = Claim(folder)
     claim.begin()
@@ -299,7 +275,6 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_ids(folder):
         (0, False, "finished"),
         (143, False, "interrupted"),
         (143, True, "pruned"),
-        (1, False, "failed"),
         (-9, False, "failed"),
     ],
 )

@@ -21,11 +21,11 @@ ADDRESSES = ("10.200.0.1", "10.200.0.2")
 pytestmark = [pytest.mark.slow]
 
 
-def run(*command):
-    subprocess.run(command, check=True, capture_output=True)
+def run(line):
+    subprocess.run(line.split(), check=True, capture_output=True)
 
 
-LATE = "-o", "negative_timeout=600,entry_timeout=600,attr_timeout=600"
+LATE = "-o negative_timeout=600,entry_timeout=600,attr_timeout=600"
 """Options of bindfs: what a host has found missing, or has read, stays so for it."""
 
 
@@ -43,54 +43,48 @@ class Machines:
 
     def connect(self):
         for space, folder in zip(self.spaces, self.hosts, strict=True):
-            run("ip", "netns", "add", space)
+            run(f"ip netns add {space}")
             folder.mkdir(parents=True)
             known = zip(("127.0.0.1", *ADDRESSES), ("localhost", *NAMES), strict=True)
             (folder / "hosts").write_text("".join(f"{ip} {name}\n" for ip, name in known))
-        ends = [("name", "eth0", "netns", space) for space in self.spaces]
-        run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        first, second = (f"name eth0 netns {space}" for space in self.spaces)
+        run(f"ip link add {first} type veth peer {second}")
         for space, address in zip(self.spaces, ADDRESSES, strict=True):
-            for command in (
-                ("address", "add", f"{address}/24", "dev", "eth0"),
-                ("link", "set", "eth0", "up"),
-                ("link", "set", "lo", "up"),
-            ):
-                run("ip", "-netns", space, *command)
+            run(f"ip -netns {space} address add {address}/24 dev eth0")
+            run(f"ip -netns {space} link set eth0 up")
+            run(f"ip -netns {space} link set lo up")
 
     def cut(self):
-        run("ip", "-netns", self.spaces[1], "link", "set", "eth0", "down")
+        run(f"ip -netns {self.spaces[1]} link set eth0 down")
 
     def train(self, *options):
         """Start the same command on both."""
         for rank, script in enumerate(self.scripts):
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
-            torchrun += ["--nproc_per_node=1", f"--node_rank={rank}"]
-            torchrun += [f"--master_addr={NAMES[0]}", "--master_port=29511"]
+            nodes = f"--nnodes=2 --node_rank={rank} --nproc_per_node=1"
+            address = f"--master_addr={NAMES[0]} --master_port=29511"
+            torchrun = f"-m torch.distributed.run {nodes} {address} -m linnaeus.main"
+            words = (sys.executable, *torchrun.split(), *SMALL, *options)
             with self.logs[rank].open("w") as log:
-                self.processes.append(
-                    psutil.Popen(
-                        self.on(rank, script, *torchrun, "-m", "linnaeus.main", *SMALL, *options),
-                        cwd=self.folder,
-                        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                        stdout=log,
-                        stderr=log,
-                    )
+                process = psutil.Popen(
+                    self.on(rank, script, *words),
+                    cwd=self.folder,
+                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                    stdout=log,
+                    stderr=log,
                 )
+            self.processes.append(process)
 
     def on(self, rank, script, *arguments):
         """The command that runs a shell script there."""
-        inside = ("unshare", "--uts", "sh", "-c", script, "sh", *arguments)
-        return ["ip", "netns", "exec", self.spaces[rank], *inside]
+        inside = f"ip netns exec {self.spaces[rank]} unshare --uts sh -c"
+        return [*inside.split(), script, "sh", *arguments]
 
     def delay(self):
         """From now on a host sees late, in `runs`, what the other changes in `disk`."""
         for name in ("disk", "runs"):
             (self.folder / name).mkdir()
-        mount = " ".join(("bindfs", *LATE, "disk", "runs"))
-        self.scripts = tuple(
-            f'hostname {name} && {mount} && "$@"; code=$?; umount runs; exit $code'
-            for name in NAMES
-        )
+        command = f'bindfs {LATE} disk runs && "$@"; code=$?; umount runs; exit $code'
+        self.scripts = tuple(f"hostname {name} && {command}" for name in NAMES)
 
     def text(self):
         return "\n".join(log.read_text() for log in self.logs)
@@ -131,8 +125,7 @@ def test_two_machines_train_as_one_with_two_ranks_does(machines, torchrun, tmp_p
     search = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
     machines.train(*search)
     assert machines.end() == [0, 0], machines.text()
-    one = torchrun(2, *SMALL, *search, "EXPERIMENT.NAME=one")
-    assert one.code == 0, one.err
+    torchrun(2, *SMALL, *search, "EXPERIMENT.NAME=one").ok()
     runs = tmp_path / "runs"
     assert_same_bits(weights(runs / "small"), weights(runs / "one"))
     assert len(lines_of(runs / "small", "val")) == 2

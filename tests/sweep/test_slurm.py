@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import socket
 import sys
@@ -12,8 +11,6 @@ import pytest
 
 from linnaeus.runtime.run_folder import read_state
 from linnaeus.sweep import slurm
-from linnaeus.sweep.slurm import problems_with
-from tests.helpers.children import ROOT
 from tests.helpers.run_files import figures, planned_sweep
 from tests.sweep.test_worker import TINY
 
@@ -23,6 +20,7 @@ echo "$*" >> said; printenv | grep -E '^(SBATCH|SLURM)_' >> said
 [ -e refuses ] && { echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1; }
 echo 42
 """
+ON_SLURM = ("--launcher", "slurm", "--slurm", "time=30")
 SRUN = """\
 #!/bin/sh
 shift 2
@@ -35,12 +33,9 @@ def commands(tmp_path, monkeypatch):
     """A folder of stand-ins: sbatch takes a job, squeue has none, srun runs the command here."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, text in (
-        ("sbatch", SBATCH),
-        ("srun", SRUN),
-        ("squeue", "#!/bin/sh\n"),
-        ("scontrol", "#!/bin/sh\n"),
-    ):
+    nothing = "#!/bin/sh\n"
+    scripts = {"sbatch": SBATCH, "srun": SRUN, "squeue": nothing, "scontrol": nothing}
+    for name, text in scripts.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o700)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -48,44 +43,22 @@ def commands(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"time": "4:00:00", "exclusive": None}, []),
-        ({"array": "1", "gpus": "2"}, ["array", "gpus"]),
-        ({"signal": "B:USR1@60"}, []),
-        ({"signal": "USR1@60"}, ["signal"]),
-        ({"signal": "B:USR1@0"}, ["signal"]),
-    ],
-)
-def test_options_that_would_take_the_place_of_ours_are_refused(given, expected):
-    found = [re.match(r"--slurm ([\w-]+)", problem) for problem in problems_with(given)]
-    assert [match and match[1] for match in found] == expected
-
-
-def test_a_run_is_submitted_with_the_script_that_a_dry_run_shows(commands, run):
-    words = (
-        "train",
-        *TINY,
-        "--launcher",
-        "slurm",
-        "--slurm",
-        "time=30",
-        "exclusive",
-        "partition=gpu",
-    )
-    shown = run(*words, "--dry-run")
-    assert shown.code == 0, shown.err
+def test_a_run_is_submitted_with_the_script_that_a_dry_run_shows(commands, run, monkeypatch):
+    for name in ("SBATCH_ARRAY", "SLURM_ARRAY_TASK_ID", "SLURM_CONF"):
+        monkeypatch.setenv(name, "x")
+    words = ("train", *TINY, *ON_SLURM, "exclusive", "signal=B:USR1@60")
+    shown = run(*words, "--dry-run").ok()
     assert not Path("slurm").exists()
-    for line in ("time=30", "exclusive", "partition=gpu", "requeue", "ntasks-per-node=1"):
+    for line in ("time=30", "exclusive", "signal=B:USR1@60", "requeue", "ntasks-per-node=1"):
         assert f"#SBATCH --{line}\n" in shown.out
-    done = run(*words)
-    assert done.code == 0, done.err
-    assert "scancel 42" in done.out
     assert "runs/tiny" in shown.out, "the job resumes its own run"
+    assert "scancel 42" in run(*words).ok().out
     [script] = Path("slurm").glob("*.sh")
     assert script.read_text() == shown.out
-    assert str(script) in Path("said").read_text()
+    said = Path("said").read_text()
+    assert str(script) in said
+    assert "SLURM_CONF" in said
+    assert "ARRAY" not in said, "an outer job's"
     Path("refuses").touch()
     refused = run(*words)
     assert (refused.code, "invalid partition" in refused.err) == (1, True)
@@ -97,9 +70,7 @@ def test_values_with_blanks_and_signs_reach_sbatch_whole(run, tmp_path, monkeypa
     (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / name)
     planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
-    words = ("work", "runs/tiny", "--launcher", "slurm", "--slurm", f"comment={name}")
-    shown = run(*words, "--dry-run")
-    assert shown.code == 0, shown.err
+    shown = run("work", "runs/tiny", *ON_SLURM, f"comment={name}", "--dry-run").ok()
     given = dict(
         shlex.split(line)[1].removeprefix("--").split("=", 1)
         for line in shown.out.splitlines()
@@ -110,31 +81,29 @@ def test_values_with_blanks_and_signs_reach_sbatch_whole(run, tmp_path, monkeypa
     assert output == f"{tmp_path / name}/runs/tiny/slurm/42.out"
 
 
-def test_options_of_an_outer_job_are_not_taken_over(commands, run, monkeypatch):
-    for name in ("SBATCH_ARRAY", "SLURM_ARRAY_TASK_ID", "SLURM_CONF"):
-        monkeypatch.setenv(name, "x")
-    assert run("train", *TINY, "--launcher", "slurm").code == 0
-    assert "SLURM_CONF" in (said := Path("said").read_text())
-    assert "ARRAY" not in said
-
-
-def test_a_sweep_is_an_array_of_workers(commands, run, tmp_path):
-    words = ("sweep", *TINY, "EXPERIMENT.SEED=0,1,2", "--launcher", "slurm", "--slurm", "time=30")
+def test_a_sweep_is_an_array_of_workers(commands, run, tmp_path, monkeypatch):
+    """And others may be submitted later."""
+    words = ("sweep", *TINY, "EXPERIMENT.SEED=0,1,2", *ON_SLURM)
     assert "#SBATCH --array=0-2\n" in run(*words, "--dry-run").out
     done = run(*words, "--jobs", "2")  # which has ended at once
-    assert done.code == 1
-    assert "42" in done.out
+    assert (done.code, "42" in done.out) == (1, True)
     [script] = Path("runs/tiny/slurm").glob("*.sh")
     assert "#SBATCH --array=0-1\n" in script.read_text()
     assert script.read_text().endswith(f"linnaeus.sweep.slurm work {tmp_path}/runs/tiny\n")
     assert [entry["status"] for entry in figures(tmp_path / "runs/tiny")] == ["not run"] * 3
+    later = ("work", "runs/tiny", *ON_SLURM)
+    assert run(*later, "--jobs", "2", "--dry-run").ok().out == script.read_text()
+    run(*later).ok()
+    assert run(*later, "--nproc", "2").code == 2
+    assert run("work", "runs/tiny", "--jobs", "2").code == 2
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run(*later).code == 2, "there is no sbatch"
 
 
 @pytest.mark.e2e
-def test_what_a_job_does(commands, run, run_in_child, monkeypatch):
+def test_what_a_job_does(commands, run, monkeypatch):
     """A worker takes the runs; the same job, queued again, goes on with its own run and with no other."""
-    assert run("sweep", *TINY, "EXPERIMENT.SEED=0,1", "--launcher", "slurm").code == 1
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert run("sweep", *TINY, "EXPERIMENT.SEED=0,1", *ON_SLURM).code == 1
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     assert slurm.main(["work", "runs/tiny"]) == 0
     folders = [Path(f"runs/tiny/EXPERIMENT.SEED={seed}") for seed in (0, 1)]
@@ -160,19 +129,6 @@ def test_a_job_out_of_time_is_queued_again_as_long_as_it_gets_on(commands, monke
         Path("asked").unlink(missing_ok=True)
 
 
-def test_a_worker_is_submitted_by_itself(commands, run, tmp_path, monkeypatch):
-    planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
-    words = ("work", "runs/tiny", "--launcher", "slurm", "--slurm", "time=30")
-    assert run(*words, "--nproc", "2").code == 2
-    assert run("work", "runs/tiny", "--jobs", "2").code == 2
-    shown = run(*words, "--jobs", "2", "--dry-run")
-    assert "#SBATCH --array=0-1\n" in shown.out
-    assert shown.out.endswith(f"linnaeus.sweep.slurm work {tmp_path}/runs/tiny\n")
-    assert run(*words).code == 0
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert run(*words).code == 2, "there is no sbatch"
-
-
 def test_ranks_follow_from_the_job(commands):
     """Each run has a port of its own; a single node needs none of ours."""
     env = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
@@ -184,11 +140,5 @@ def test_ranks_follow_from_the_job(commands):
     single = slurm.prefix({**env, "SLURM_NNODES": "1"})
     assert {"--standalone", "--nproc-per-node=4"} <= {*single}
     assert not [word for word in single if "rdzv" in word]
-    assert slurm.prefix(env, alone=True) == [
-        "srun",
-        "--nodes=1",
-        "--ntasks=1",
-        sys.executable,
-        "-u",
-        "-m",
-    ]
+    alone = ["srun", "--nodes=1", "--ntasks=1", sys.executable, "-u", "-m"]
+    assert slurm.prefix(env, alone=True) == alone

@@ -3,52 +3,40 @@
 import json
 
 import pytest
-import torch
 
-from tests.helpers.ledger import held_bytes
-from tests.helpers.predictions import MEASURED, MIB, NARROW, content_of
+from tests.helpers.ledger import limit_with_room_for
+from tests.helpers.predictions import MEASURED, NARROW, content_of
 from tests.helpers.runs import SMALL
-
-
-def limit(room_mib):
-    """The key for a device with so much more memory than this process holds, and that memory in MiB."""
-    total_mib = held_bytes() / MIB + 100 + room_mib  # 100: what libraries still load
-    return f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={total_mib / 1024:.4f}", total_mib
 
 
 @pytest.mark.usefixtures("few_timed_steps")
 @pytest.mark.slow
-def test_many_fractions_cost_little_more_than_one(run, tmp_path):
+def test_many_fractions_cost_little_more_than_one(run):
     """The fractions leave half, three quarters and all of the room, however much this process holds."""
-    room_mib = 320
-    key, total = limit(room_mib)
-    fractions = [round(1 - unused * room_mib / total, 4) for unused in (0.5, 0.25, 0)]
+    room_gb, limit_gb = 320 / 1024, limit_with_room_for(420)  # libraries still load something
+    fractions = [round(1 - unused * room_gb / limit_gb, 4) for unused in (0.5, 0.25, 0)]
     outcome = run(
         "analyze",
         *MEASURED,
         "MODEL.width=524288",
         "DATA.AUTOBATCH.TOLERANCE=0",
+        "DATA.AUTOBATCH.STEPS_PER_TRIAL=1",
+        f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={limit_gb}",
         "--fractions",
         ",".join(map(str, fractions)),
-        "DATA.AUTOBATCH.STEPS_PER_TRIAL=1",
-        key,
     )
-    found = content_of(outcome, tmp_path / "batch_sizes.json")
-    assert [(row["mode"], row["memory_fraction"]) for row in found["results"]] == [
-        (mode, fraction) for mode in ("train", "val") for fraction in fractions
-    ]
+    results = content_of(outcome)["results"]
     for mode in ("train", "val"):
-        rows = [row for row in found["results"] if row["mode"] == mode]
-        counts = [len(row["trials"]) for row in rows]
-        assert counts[-1] >= 4, "the first search is a real one"
-        assert max(counts[:-1]) <= 3
+        rows = [row for row in results if row["mode"] == mode]
+        assert [row["memory_fraction"] for row in rows] == fractions
+        *others, first = [len(row["trials"]) for row in rows]
+        assert max(others) < 4 <= first, "the first search is a real one"
         sizes = [row["batch_size"] for row in rows]
         assert sizes == sorted(sizes)
         assert 8 <= sizes[0] < sizes[-1]
         for row in rows:
-            assert (row["limited_by"], row["reason"]) == ("memory", None)
+            assert row["limited_by"] == "memory"
             assert row["peak_bytes"] <= row["budget_bytes"]
-    assert found["results"][2]["certified"]
 
 
 @pytest.mark.usefixtures("few_timed_steps")
@@ -64,9 +52,10 @@ def test_a_whole_analysis(run, tmp_path):
         "DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=6000",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=7000",
         "--plot=a.svg",
-        limit(2000)[0],  # whatever else is in use on the machine
+        # whatever else is in use on the machine
+        f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={limit_with_room_for(2100)}",
     )
-    found = content_of(outcome, tmp_path / "batch_sizes.json")
+    found = content_of(outcome)
     rows = [row for row in found["results"] if row["variant"] == "as configured"]
     assert [(row["mode"], row["memory_fraction"], row["batch_size"]) for row in rows] == [
         ("train", 0.8, 2),
@@ -77,7 +66,6 @@ def test_a_whole_analysis(run, tmp_path):
     for row in rows[:2]:
         assert (row["limited_by"], row["relative_speed"]) == ("max_batch_size", 1)
         assert 0 < row["peak_bytes"] <= row["budget_bytes"]
-    assert sum(len(row["trials"]) for row in rows) <= 4
     assert all("MIN_BATCH_SIZE_VAL" in row["reason"] for row in rows[2:])
     others = {row["variant"]: row for row in found["results"] if row["mode"] == "train"}
     assert [*others] == ["as configured", "bf16", "channels_last", "checkpointing"]
@@ -89,12 +77,8 @@ def test_a_whole_analysis(run, tmp_path):
     assert changed["relative_speed"] == changed["samples_per_s"] / rows[1]["samples_per_s"]
     expected = {
         "device": "cpu",
-        "torch": torch.__version__,
-        "cuda": None,
         "model": "tests.cli.tiny.Growing",
         "precision": "bf16 autocast over float32",
-        "optimizer": "AdamW",
-        "image_size": None,
         "parameters": 64 + 12,
         "ema": True,
     }
@@ -116,17 +100,11 @@ def test_ctrl_c_keeps_what_has_been_measured(run, tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("few_timed_steps")
-@pytest.mark.parametrize(("batch_size", "side"), [(8, 32), (2, 64)])
-def test_the_largest_side_of_a_batch(run, tmp_path, batch_size, side):
-    """The model's memory follows the pixels of a batch: a fourth of the images have twice the side."""
+def test_the_largest_side_of_a_batch(run):
+    """The model takes eight images of 32 pixels: a fourth of them have twice the side."""
     pixels = ("~MODEL", "MODEL._target_=tests.training.test_img_size_schedule.Pixels")
-    axis = ("--axis=img_size", f"--batch-size={batch_size}", "--modes=train", "--fractions=0.9")
+    axis = ("--axis=img_size", "--batch-size=2", "--modes=train", "--fractions=0.9")
     outcome = run("analyze", *SMALL, *pixels, *axis)
-    (row,) = content_of(outcome, tmp_path / "batch_sizes.json")["results"]
-    assert (row["batch_size"], row["img_size"], row["limited_by"]) == (batch_size, side, "memory")
+    (row,) = content_of(outcome)["results"]
+    assert (row["batch_size"], row["img_size"], row["limited_by"]) == (2, 64, "memory")
     assert row["samples_per_s"] > 0
-
-
-def test_a_model_of_one_size_has_no_largest_side(run):
-    outcome = run("analyze", *SMALL, "MODEL.NAME=mixer_s16_224", "--axis", "img_size")
-    assert (outcome.code, "  - --axis: " in outcome.err) == (2, True)

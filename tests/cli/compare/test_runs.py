@@ -5,7 +5,7 @@ import functools
 import pytest
 import yaml
 
-from linnaeus.cli.runs import Comparison, compared, differing_keys, read_run
+from linnaeus.cli.runs import Comparison, differing_keys, read_run
 from linnaeus.config.dump import to_yaml
 from linnaeus.config.load import load_config
 from linnaeus.sweep.folder import flattened
@@ -62,19 +62,6 @@ def test_what_differs_between_two_runs(one, other, expected):
     assert differing(one, other) == expected.split()
 
 
-def test_a_class_of_ones_own_is_a_difference():
-    assert "MODEL._target_" in differing("MODEL._target_=my.Model MODEL.width=4", "")
-
-
-def test_a_size_found_is_shown_beside_sizes_that_were_set(tmp_path):
-    for size in (64, 48):
-        write_run(tmp_path / str(size), f"DATA.BATCH_SIZE={size}")
-    write_run(tmp_path / "found", "DATA.AUTOBATCH.ENABLED=True", "DATA.BATCH_SIZE=96")
-    names = ["64", "48", "found"]
-    found = compared([read_run(tmp_path / name) for name in names], names)
-    assert [row.values["DATA.BATCH_SIZE"] for row in found.rows] == ["64", "48", "96"]
-
-
 @pytest.mark.parametrize(
     ("value", "expected"), [("raise", []), ("split", ["TRAIN.ON_OUT_OF_MEMORY"])]
 )
@@ -90,17 +77,15 @@ def test_the_metric_that_is_compared(tmp_path):
         assert Comparison(runs, asked).metric == metric
 
 
-def test_a_run_is_read_again_when_there_is_more_and_only_then(tmp_path):
+def test_a_run_is_read_again_when_there_is_more(tmp_path):
     write_validations(tmp_path, [0.25, 0.75, None])
     running = read_run(tmp_path)
     assert running.metrics["top1/kind"] is None, "the last one is not finite"
-    assert running.best("top1/kind") == (0.75, 2)
-    assert (running.figures([])["epoch"], running.headline) == (3, "top1/kind")
+    assert (running.best("top1/kind"), running.headline) == ((0.75, 2), "top1/kind")
     write_validations(tmp_path, [0.25, 0.75, None, 0.5])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"split": "val", "epo')
-    running = read_run(tmp_path)
-    assert (running.metrics["top1/kind"], running.figures([])["epoch"]) == (0.5, 4)
+    assert read_run(tmp_path).metrics["top1/kind"] == 0.5
 
 
 def test_a_foreign_file_of_metrics_is_read(tmp_path):

@@ -10,8 +10,9 @@ import torch
 
 from linnaeus.cli.evaluate.options import read
 from linnaeus.main import cli
-from tests.helpers.children import ROOT, python
+from tests.helpers.children import python
 from tests.helpers.datasets import write_image
+from tests.helpers.run_files import names
 from tests.helpers.runs import TORCHRUN
 from tests.helpers.small_runs import lines_of
 
@@ -61,12 +62,8 @@ def only(run_folder, pattern):
 def logged(run_folder):
     """The last metrics that training has logged, without those of the raw weights."""
     last = lines_of(run_folder, "val")[-1]
-    left_out = ("step", "epoch", "split", "time")
-    return {
-        name: value
-        for name, value in last.items()
-        if name not in left_out and not name.startswith("raw/")
-    }
+    metrics = last.keys() - {"step", "epoch", "split", "time"}
+    return {name: last[name] for name in metrics if not name.startswith("raw/")}
 
 
 @pytest.fixture(scope="module")
@@ -99,55 +96,46 @@ def evaluate(run):
     return evaluate
 
 
-def test_a_checkpoint_alone_gives_the_logged_figures(birds, evaluate, tmp_path):
-    (birds / "config.yaml").unlink()
-    evaluate("--checkpoint", "last", "--output", str(tmp_path / "found"))
-    assert content_of(tmp_path / "found.json")["metrics"] == logged(birds)
-
-
 def test_own_validation_data_gives_the_logged_figures_exactly(birds, evaluate):
-    """With the average of the weights, in bfloat16; of other weights it says otherwise."""
+    """With the average of the weights, in bfloat16, and a checkpoint alone; other weights give others."""
     outcome = evaluate("--checkpoint", "last")
     assert FOX in outcome.out
     found = content_of(birds / "evaluations/last.json")
     assert found["metrics"] == found["logged"] == logged(birds)
-    assert found["metrics"]["top1/level2"] == pytest.approx(found["levels"]["level2"]["top1"])
     assert (found["data"]["part"], found["data"]["samples"]) == ("validation split", 7)
 
     content = torch.load(birds / "checkpoints/last.pt", weights_only=True)
     content["state"]["ema"]["module"]["heads.1.bias"][3] += 5
     torch.save(content, birds / "checkpoints/last.pt")
-    evaluate("--checkpoint", "last", "TRAIN.AMP=off", "DATA.BATCH_SIZE_VAL=3")
+    other = ("--checkpoint", "last", "TRAIN.AMP=off", "DATA.BATCH_SIZE_VAL=3")
+    evaluate(*other)
     changed = content_of(birds / "evaluations/last.json")
     assert changed["logged"] == found["metrics"]
     assert changed["metrics"]["loss"] != found["metrics"]["loss"]
     assert changed["metrics"]["top1/level1"] == found["metrics"]["top1/level1"]
+    (birds / "config.yaml").unlink()
+    evaluate(*other, "--output", "alone")
+    assert content_of(Path("alone.json"))["metrics"] == changed["metrics"]
 
 
 RANKS = """
 import sys
 from linnaeus.main import cli
-train, other = ["train", *sys.argv[1:]], []
-own = ["evaluate", "runs/tiny", "--trust-code", "--checkpoint", "last"]
-for argv in (train, own, [*own, "--output", "other", "DATA.BATCH_SIZE_VAL=2"]):
-    assert cli(argv) == 0
+assert cli(["train", *sys.argv[1:]]) == 0
+assert cli(["evaluate", "runs/tiny", "--trust-code", "--checkpoint", "last"]) == 0
 """
 
 
 @pytest.mark.e2e
 def test_two_ranks_give_the_logged_figures(tmp_path):
-    """Both start once, train and evaluate; another batch size gives the same counts and another mean loss."""
+    """Both start once, train and evaluate."""
     write_images(tmp_path / "birds", FOLDERS, 6)
     (tmp_path / "ranks.py").write_text(RANKS)
     argv = [*TORCHRUN, "--nproc_per_node=2", tmp_path / "ranks.py", *BIRDS]
-    outcome = python(*argv, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
-    assert outcome.code == 0, outcome.err
+    python(*argv, cwd=tmp_path).ok()
     found = content_of(tmp_path / "runs/tiny/evaluations/last.json")
     assert found["metrics"] == found["logged"] == logged(tmp_path / "runs/tiny")
     assert found["settings"]["processes"] == 2
-    other = content_of(tmp_path / "other.json")
-    for name in ("logged", "classes"):
-        assert other[name] == found[name]
     samples = [row["samples"] for row in found["classes"] if row["level"] == "level2"]
     assert sum(samples) == found["data"]["samples"]
 
@@ -181,30 +169,19 @@ def test_unknown_classes_are_an_error_or_left_out(birds, evaluate, tmp_path):
 
 @pytest.mark.e2e
 def test_no_evaluation_replaces_one_of_other_inputs(birds, evaluate, tmp_path):
-    for name, seed in (("a", 1), ("b", 2)):
-        write_images(tmp_path / name / "test" / "val", FOLDERS, 1, seed)
-    for root, size, expected in (
-        ("a/test", 8, 1),
-        ("b/test", 8, 2),
-        ("a/test", 8, 2),
-        ("a/test", 9, 3),
-        ("birds", 9, 4),
-        ("birds", 8, 5),
-    ):
-        evaluate(f"DATA.DATASET.ROOT={root}", f"DATA.IMG_SIZE={size}")
-        assert len(list(birds.glob("evaluations/*.json"))) == expected
-    assert (birds / "evaluations/best.json").exists()
-    evaluate("--output", "mine/own")
-    written = sorted(path.name for path in (tmp_path / "mine").iterdir())
-    assert written == ["own.json", "own.png", "own_classes.csv"]
-
-
-def test_another_preprocessing_is_an_evaluation_of_its_own(birds, evaluate):
     resizing = ("DATA.AUGMENT.RESIZE=letterbox", "DATA.AUGMENT.INTERPOLATION=bicubic")
     evaluate("DATA.IMG_SIZE=12", *resizing)
     found = content_of(only(birds, "best_*.json"))["data"]
-    names = ("resize", "interpolation", "crop_fraction", "image_size")
-    assert [found[name] for name in names] == ["letterbox", "bicubic", 1.0, [12, 12]]
+    look = ("resize", "interpolation", "crop_fraction", "image_size")
+    assert [found[name] for name in look] == ["letterbox", "bicubic", 1.0, [12, 12]]
+    for name, seed in (("a", 1), ("b", 2)):
+        write_images(tmp_path / name / "test" / "val", FOLDERS, 1, seed)
+    for root, expected in (("a/test", 2), ("b/test", 3), ("a/test", 3), ("birds", 4)):
+        evaluate(f"DATA.DATASET.ROOT={root}")
+        assert len(list(birds.glob("evaluations/*.json"))) == expected
+    assert (birds / "evaluations/best.json").exists()
+    evaluate("--output", "mine/own")
+    assert names(tmp_path / "mine") == {"own.json", "own.png", "own_classes.csv"}
     outcome = evaluate("DATA.IMG_SIZE=2", code=2)  # smaller than the kernel
     assert "DATA.IMG_SIZE: " in outcome.err
 
@@ -232,7 +209,7 @@ def test_a_found_size_gives_the_same_results_as_one_set_by_hand(birds, evaluate,
 def test_a_run_without_classes_has_a_loss(run, evaluate, tmp_path):
     nodes = ("DATA.DATASET", "tests.cli.tiny.Pairs"), ("LOSS", "torch.nn.MSELoss")
     targets = [f"{node}._target_={name}" for node, name in (*nodes, ("MODEL", "torch.nn.Linear"))]
-    assert run(*TINY, *targets, "MODEL.in_features=3", "MODEL.out_features=3").code == 0
+    run(*TINY, *targets, "MODEL.in_features=3", "MODEL.out_features=3").ok()
     evaluate("--checkpoint", "last")
     found = content_of(tmp_path / "runs/tiny/evaluations/last.json")
     assert found["metrics"] == found["logged"] == logged(tmp_path / "runs/tiny")
@@ -245,10 +222,8 @@ def test_a_run_without_classes_has_a_loss(run, evaluate, tmp_path):
 @pytest.mark.parametrize(
     ("own", "typed", "is_kept"),
     [
-        ("NAME: imagefolder", "NAME=imagefolder", True),
         ("NAME: imagefolder", "NAME=manifest", False),
         ("_target_: own.Birds", "_target_=own.Birds", True),
-        ("_target_: own.Birds", "_target_=own.Other", False),
     ],
 )
 def test_a_dataset_of_another_kind_begins_with_the_defaults(
@@ -265,13 +240,10 @@ def test_samples_are_listed_the_worst_first(birds, evaluate, tmp_path):
     evaluate("--checkpoint", "last", "--samples", "new/s.csv")
     table = pd.read_csv("new/s.csv")
     found = content_of(birds / "evaluations/last.json")
-    assert len(table) == found["data"]["samples"] == table["path"].nunique()
+    assert found["data"]["samples"] == table["path"].nunique()
     for level in ("level1", "level2"):
         is_right = table[level] == table[f"{level}_predicted"]
         assert is_right.mean() == pytest.approx(found["metrics"][f"top1/{level}"])
-        assert table[f"{level}_probability"].between(0, 1).all()
     assert [Path(path).parent.name for path in table["path"]] == [*table["level2"]]
     assert table["loss"].is_monotonic_decreasing
-    losses = [level["cross_entropy"] for level in found["levels"].values()]
-    assert table["loss"].mean() == pytest.approx(sum(losses) / 2)
     assert (tmp_path / "new/worst.png").stat().st_size > 1000
