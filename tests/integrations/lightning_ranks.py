@@ -46,14 +46,12 @@ def found_by_both(module, search, **options):
     seed_everything(1, verbose=False)
     callback, searched, differing = compared(module, search, max_epochs=1, **RANKS, **options)
     weights = searched["weights"].items()
-    result = callback.results["train"]
     return {
         "size": callback.batch_size,
         "sizes": searched["sizes"],
         "accumulate": searched["accumulate"],
         "differences": differing,
-        "limited_by": result.limited_by,
-        "ran_on_every_rank": result.ran_on_every_rank,
+        "limited_by": callback.results["train"].limited_by,
         # Each rank's statistics are its own.
         "weights": [tensor.tolist() for name, tensor in weights if "running" not in name],
     }

@@ -109,8 +109,7 @@ class Within(Single):
         self.budget = budget
 
     def train_dataloader(self):
-        ranks = {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
-        sampler = BudgetBatchSampler(COSTS, self.budget, **ranks)
+        sampler = BudgetBatchSampler(COSTS, self.budget)
         sampler.sampler = sampler  # where Lightning sets the epoch
         return DataLoader(data(), batch_sampler=sampler)
 
@@ -136,8 +135,8 @@ class Bare(Net):
     train_dataloader = LightningModule.train_dataloader
     val_dataloader = LightningModule.val_dataloader
 
-    def __init__(self, batch_size=4, mib=0.0):
-        super().__init__(mib=mib)
+    def __init__(self):
+        super().__init__()
         del self.batch_size
 
 

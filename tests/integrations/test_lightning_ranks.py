@@ -26,7 +26,6 @@ def test_both_ranks_train_as_with_the_size_by_hand(found):
     assert first["differences"] == second["differences"] == []
     assert first["weights"] == second["weights"]
     assert set(first["sizes"][:4]) == {12}
-    assert first["ran_on_every_rank"] == (12,)
     assert first["accumulate"] == second["accumulate"] == 2, "48 on both"
 
 

@@ -261,10 +261,10 @@ class Shell:
                 stderr=log,
             )
 
-    def end(self, number=None, timeout=600):
+    def end(self, number=None):
         if number is not None:
             self.process.send_signal(number)
-        return self.process.wait(timeout)
+        return self.process.wait(600)
 
 
 def queue(slurm):

@@ -103,14 +103,14 @@ def test_cancelled_workers_give_their_runs_back(slurm, tmp_path, run_folder):
 
 
 def test_a_run_over_two_nodes_goes_on_when_its_time_is_over(two_nodes, tmp_path, run_folder):
-    """In a folder where another run has been."""
+    """Two processes on each, in a folder where another run has been."""
     run_folder.mkdir(parents=True)
     (run_folder / "config.yaml").write_text("earlier")
-    words = ("train", "--cfg", "my_exp.yaml", "TRAIN.EPOCHS=4", "--launcher", "slurm", "--slurm")
-    resources = ("nodes=2", "cpus-per-task=2", "time=30")
+    words = ("train", "--cfg", "my_exp.yaml", "TRAIN.EPOCHS=8", "--launcher", "slurm", "--slurm")
+    resources = ("nodes=2", "gpus-per-node=2", "cpus-per-task=2", "time=30")
     said = two_nodes.call(*LINNAEUS, *words, *resources, cwd=tmp_path)
     (job,) = re.findall(
-        r"submitted as SLURM job (\d+): linnaeus train --cfg my_exp.yaml TRAIN.EPOCHS=4\n", said
+        r"submitted as SLURM job (\d+): linnaeus train --cfg my_exp.yaml TRAIN.EPOCHS=8\n", said
     )
     (log,) = re.findall(r"^log: +(\S+)$", said, re.MULTILINE)
     assert f"scancel {job}" in said
@@ -122,8 +122,8 @@ def test_a_run_over_two_nodes_goes_on_when_its_time_is_over(two_nodes, tmp_path,
     text = Path(log).read_text()
     assert text.count(f"{QUEUED_AGAIN}, because {TIME_IS_OVER}") == 1, text
     assert text.count("resumed") == 1, text
-    assert "x 2 ranks" in text
+    assert "x 4 ranks" in text
     assert "Traceback" not in text
-    assert validations_of(run_folder) == [6, 12, 18, 24]
+    assert validations_of(run_folder) == [3, 6, 9, 12, 15, 18, 21, 24]
     earlier = [path.read_text() for path in (tmp_path / "runs").glob("small.*/config.yaml")]
     assert earlier == ["earlier"]
