@@ -143,16 +143,18 @@ def test_the_effective_batch_is_made_up_of_the_size_found():
     assert differing == []
 
 
-def test_an_option_decides_whether_evaluation_is_searched():
+def test_an_option_decides_on_evaluation_and_data_bound_sizes():
     without = trainer(eval_strategy="steps", eval_steps=3)
     autobatch(without, max_batch_size=6, evaluation=False).train()
     assert [*without.autobatch_results] == ["train"]
     assert without.args.per_device_eval_batch_size == 8
     made = trainer()
+    made.train_dataset = Subset(Text(), range(5))
     made.eval_dataset = {"few": Subset(Text(), range(3)), "many": Text()}
     autobatch(made, max_batch_size=6, evaluation=True).train()
-    result = made.autobatch_results["val"]
-    assert made.args.per_device_eval_batch_size == result.batch_size == 6
+    train, val = made.autobatch_results["train"], made.autobatch_results["val"]
+    assert (made.args.per_device_train_batch_size, train.limited_by) == (5, "dataset")
+    assert made.args.per_device_eval_batch_size == val.batch_size == 6
     assert made.evaluate()["eval_many_loss"] > 0
 
 
@@ -241,14 +243,6 @@ def test_batches_of_a_budget_of_tokens_hold_every_sample_once(tmp_path, strategy
     assert resumed.args.per_device_train_batch_size == budget
     differing = differences(outcome(whole), outcome(resumed))
     assert not {"weights", "optimizer", "schedule"} & {*differing}
-
-
-def test_no_size_is_above_the_samples():
-    made = trainer()
-    made.train_dataset = Subset(Text(), range(5))
-    autobatch(made, max_batch_size=16).train()
-    assert made.args.per_device_train_batch_size == 5
-    assert made.autobatch_results["train"].limited_by == "dataset"
 
 
 def test_a_stream_needs_samples_and_trains_as_by_hand():
