@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -18,7 +19,7 @@ from linnaeus.main import cli
 from linnaeus.runtime.log import close_logging
 from tests.helpers import children
 from tests.helpers.children import ROOT, Outcome
-from tests.helpers.messages import Golden
+from tests.helpers.messages import compare
 from tests.helpers.runs import TORCHRUN, freeze_what_is_there
 
 settings.register_profile(
@@ -62,7 +63,7 @@ def pytest_addoption(parser):
 @pytest.fixture
 def golden(request):
     """Compares the messages of an area with its file in `tests/messages/`."""
-    return Golden(rewrites=request.config.getoption("--rewrite-messages"))
+    return partial(compare, request.config.getoption("--rewrite-messages"))
 
 
 def pytest_configure(config):

@@ -63,21 +63,8 @@ class Strange(Dataset):
     def __init__(self, root=""): ...
 
 
-class Failing(Samples):
-    """Fails at its fourth sample."""
-
-    def __getitem__(self, index):
-        if index == 3:
-            raise OSError("the tape broke")
-        return super().__getitem__(index)
-
-
 def failing_at_once(split):
     raise KeyError(f"no key for {split}")
-
-
-def not_a_dataset(split):
-    return 5
 
 
 def single_items(split):

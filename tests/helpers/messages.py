@@ -39,40 +39,28 @@ _OF_OTHERS = re.compile(
 """What Python and other libraries say. It differs between their versions."""
 
 
-class Golden:
-    """Compares the messages of an area with its file.
+def compare(rewrites, area, messages, **names):
+    """Compare all messages of an area, each under its title, without the words of other libraries.
 
     Args:
-        rewrites: write the file in place of comparing it.
+        rewrites: write the area's file in place of comparing it.
+        area: name of the file.
+        messages: a message for each title. Only one test gives those of an area.
+        names: texts that differ from run to run, such as a folder, and the name to write for them.
     """
-
-    def __init__(self, rewrites):
-        self._rewrites = rewrites
-
-    def __call__(self, area, messages, **names):
-        """Compare all messages of an area, each under its title, without the words of other libraries.
-
-        Args:
-            area: name of the file.
-            messages: a message for each title. Only one test gives those of an area.
-            names: texts that differ from run to run, such as a folder, and the name to write for them.
-        """
-        text = "".join(f"## {title}\n{message.strip()}\n\n" for title, message in messages.items())
-        for name, varying in names.items():
-            text = text.replace(str(varying), f"<{name}>")
-        text = _OF_OTHERS.sub("...", text)
-        file = FOLDER / f"{area}.txt"
-        if self._rewrites:
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(text)
-        known = file.read_text() if file.exists() else ""
-        if _by_title(text) != _by_title(known):
-            lines = difflib.unified_diff(
-                known.splitlines(), text.splitlines(), str(file), "said now", n=2
-            )
-            pytest.fail(
-                "\n".join(["`make messages` writes what is said now", *lines]), pytrace=False
-            )
+    text = "".join(f"## {title}\n{message.strip()}\n\n" for title, message in messages.items())
+    for name, varying in names.items():
+        text = text.replace(str(varying), f"<{name}>")
+    text = _OF_OTHERS.sub("...", text)
+    file = FOLDER / f"{area}.txt"
+    if rewrites:
+        file.write_text(text)
+    known = file.read_text() if file.exists() else ""
+    if _by_title(text) != _by_title(known):
+        lines = difflib.unified_diff(
+            known.splitlines(), text.splitlines(), str(file), "said now", n=2
+        )
+        pytest.fail("\n".join(["`make messages` writes what is said now", *lines]), pytrace=False)
 
 
 def _by_title(text):

@@ -34,14 +34,9 @@ def nothing():
     """A pause without an event."""
 
 
-def control_planes(
-    num_ranks=2,
-    store=None,
-    kind=ControlPlane,
-    **options,
-):
+def control_planes(num_ranks=2, kind=ControlPlane, **options):
     """Control planes with a clock each, whose heartbeats only come when the test calls `look`."""
-    store = store or HashStore()
+    store = HashStore()
     return [
         kind(store, rank, num_ranks, clock=ScriptedClock(), **options) for rank in range(num_ranks)
     ]
@@ -49,9 +44,8 @@ def control_planes(
 
 def add_events(plane, *events):
     """Add events for the next pauses to the clock of a plane, and return the clock."""
-    clock = plane.clock
-    clock.events += events
-    return clock
+    plane.clock.events += events
+    return plane.clock
 
 
 def ranks(*works, store=None):

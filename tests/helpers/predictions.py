@@ -56,7 +56,6 @@ MEASURED = (
     "TRAIN.EMA.ENABLED=True",
 )
 NARROW = (*MEASURED, "MODEL.width=64")
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def content_of(outcome, path=Path("batch_sizes.json")):

@@ -39,11 +39,10 @@ class Growing(Dataset):
 
     @staticmethod
     def collate_fn(samples):
-        side = max(image.shape[-1] for image, _ in samples)
-        images = torch.zeros(len(samples), 3, side, side)
-        for number, (image, _) in enumerate(samples):
-            images[number, :, : image.shape[-2], : image.shape[-1]] = image
-        return images, torch.tensor([label for _, label in samples])
+        images, labels = zip(*samples, strict=True)
+        side = max(image.shape[-1] for image in images)
+        larger = [nn.functional.pad(image, (0, side - image.shape[-1]) * 2) for image in images]
+        return torch.stack(larger), torch.tensor(labels)
 
 
 class Model(nn.Module):

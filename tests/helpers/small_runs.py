@@ -71,11 +71,8 @@ def lines_of(folder, split="train"):
 
 def validations_of(folder):
     """The optimizer steps of the validations so far."""
-    return (
-        [line["step"] for line in lines_of(folder, "val")]
-        if (folder / "metrics.jsonl").exists()
-        else []
-    )
+    has_any = (folder / "metrics.jsonl").exists()
+    return [line["step"] for line in lines_of(folder, "val")] if has_any else []
 
 
 def curve(folder):
@@ -94,10 +91,11 @@ def plan_of(folder):
 
 def assert_same_states(a, b):
     """Model, optimizer and average of two runs are equal bit for bit."""
-    states = [checkpoint_of(folder)["state"] for folder in (a, b)]
-    assert_same_bits(states[0]["model"], states[1]["model"])
-    assert_same_bits(states[0]["ema"]["module"], states[1]["ema"]["module"])
-    assert_same_bits(states[0]["optimizer"]["state"], states[1]["optimizer"]["state"])
+    parts = []
+    for folder in (a, b):
+        state = checkpoint_of(folder)["state"]
+        parts.append([state["model"], state["ema"]["module"], state["optimizer"]["state"]])
+    assert_same_bits(*parts)
 
 
 def assert_same_run(a, b):

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from typing import Any
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -26,18 +26,14 @@ class Wide(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.enter, self.norm, self.leave = (
-            nn.Linear(16, WIDTH),
-            nn.BatchNorm1d(WIDTH),
-            nn.Linear(WIDTH, 4),
-        )
+        self.enter, self.leave = nn.Linear(16, WIDTH), nn.Linear(WIDTH, 4)
+        self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x):
         hidden = self.norm(self.enter(x))
         for _ in range(16):
             hidden = torch.sin(hidden * 1.01)
-        result = self.leave(nn.functional.dropout(hidden, 0.1, self.training))
-        return result
+        return self.leave(nn.functional.dropout(hidden, 0.1, self.training))
 
 
 def dataset():
@@ -116,46 +112,23 @@ def find_first():
     }
 
 
-def lengths():
-    """The lengths of the batches that trials ran, of samples that differ in it."""
-    accelerator, seen = fresh(), set[int]()
-    model, optimizer, _ = parts()
-
-    def loss(model, batch):
-        seen.add(batch.shape[1])
-        return model(batch[:, :16]).sum()
-
-    def collate(samples):
-        longest = max(map(len, samples))
-        return torch.stack(
-            [nn.functional.pad(sample, (0, longest - len(sample))) for sample in samples]
-        )
-
-    samples = [torch.ones(16 + index % 3 + 40 * (index == 555)) for index in range(1000)]
-    search = {"collate_fn": collate, "memory_limit_gb": 8.0, "max_batch_size": 4}
-    find_batch_size(accelerator, *accelerator.prepare(model, optimizer), loss, samples, **search)
-    return sorted(seen)
-
-
-def alive():
-    """Whether the batch is still held when the optimizer steps: in a trial, then in a loop."""
-    accelerator, held, batches = fresh(), list[bool](), list[Any]()
+def trials():
+    """The lengths of batches, and whether the last one is held when the optimizer steps, as in a loop."""
+    accelerator, lengths, held, batches = fresh(), set(), [], []
     model, optimizer = accelerator.prepare(*parts()[:2])
     optimizer.optimizer.register_step_pre_hook(
         lambda *_: held.append(bool(batches) and batches[-1]() is not None)
     )
 
     def loss(model, batch):
-        batches.append(weakref.ref(batch[0]))
-        return loss_of(model, batch)
+        lengths.add(batch.shape[1])
+        batches.append(weakref.ref(batch))
+        return model(batch[:, :16]).sum()
 
-    search = {"memory_limit_gb": 8.0, "max_batch_size": 4, "num_workers": 0}
-    find_batch_size(accelerator, model, optimizer, loss, dataset(), **search)
-    in_trials = held[-1]
-    for batch in accelerator.prepare(DataLoader(dataset(), 1024)):
-        accelerator.backward(loss(model, batch))
-        optimizer.step()
-    return [in_trials, held[-1]]
+    samples = [torch.ones(16 + index % 3 + 40 * (index == 555)) for index in range(1000)]
+    search = {"collate_fn": partial(pad_sequence, batch_first=True), "max_batch_size": 4}
+    find_batch_size(accelerator, model, optimizer, loss, samples, **search)
+    return {"lengths": sorted(lengths), "held": held[-1]}
 
 
 def within():
@@ -207,13 +180,5 @@ def work(rank, folder):
     )
     for precision in ("no", "bf16"):  # loads what training needs, so that limits are exact
         train(fresh(mixed_precision=precision), 8)
-    own = (
-        {}
-        if num_ranks > 1
-        else {
-            "lengths": lengths(),
-            "alive": alive(),
-        }
-    )
-    found = {"found": find_first(), "broken": broken(), "within": within(), **own}
-    return {**found, "processes": [fresh().num_processes, num_ranks]}
+    own = {} if num_ranks > 1 else {"trials": trials()}
+    return {"found": find_first(), "broken": broken(), "within": within(), **own}

@@ -1,6 +1,5 @@
 """Small trainers of transformers and TRL that need no download, and what a run of them leaves behind."""
 
-import json
 import logging
 import random
 from typing import Any
@@ -25,7 +24,7 @@ from transformers import (
 from linnaeus.autobatch.state.rng import rng_state
 from linnaeus.integrations.transformers import autobatch
 from linnaeus.runtime.rng import seed_all
-from tests.helpers.bits import differences
+from tests.helpers.bits import bits, differences
 
 NUM_SAMPLES, LONGEST, VOCABULARY = 200, 128, 128
 SIZES = {"n_positions": LONGEST, "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY}
@@ -153,18 +152,13 @@ class Calls(TrainerCallback):
 
 def _watch(name):
     def called(self, args, state, control, **rest):
-        random_state = rng_state(torch.device("cpu"))
-        numbers = [
-            random_state["python"],
-            random_state["numpy"][1].tolist(),
-            random_state["torch"].tolist(),
-        ]
         sizes = (
             args.per_device_train_batch_size,
             args.per_device_eval_batch_size,
             state.train_batch_size,
         )
-        self.seen.append((name, state.global_step, state.max_steps, sizes, hash(str(numbers))))
+        numbers = bits(rng_state(torch.device("cpu")))
+        self.seen.append((name, state.global_step, state.max_steps, sizes, numbers))
 
     return called
 
@@ -176,36 +170,30 @@ for _name in vars(TrainerCallback):
 
 def outcome(trained, calls=None):
     """All that a run leaves: weights, optimizer, schedule, logs, counts, random numbers and calls."""
-    shapes, total = (
-        getattr(trained, "shapes", ()),
-        getattr(trained, "total", None),
-    )  # of a `Recorder`
-    optimizer = trained.optimizer.state_dict()
+    own, state = vars(trained), trained.state
     return {
         "weights": [value.clone() for value in trained.model.state_dict().values()],
-        "moments": [value for entry in optimizer["state"].values() for value in entry.values()],
-        "groups": json.loads(json.dumps(optimizer["param_groups"], default=str)),
+        "optimizer": trained.optimizer.state_dict(),
         "schedule": {
             key: value for key, value in trained.lr_scheduler.state_dict().items() if key[0] != "_"
         },
         "log": [
             {key: value for key, value in entry.items() if not any(part in key for part in TIMED)}
-            for entry in trained.state.log_history
+            for entry in state.log_history
         ],
         "state": [
-            trained.state.global_step,
-            trained.state.max_steps,
-            trained.state.train_batch_size,
-            trained.state.epoch,
-            trained.state.total_flos,
+            state.global_step,
+            state.max_steps,
+            state.train_batch_size,
+            state.epoch,
+            state.total_flos,
         ],
         "random": [random.random(), float(np.random.rand()), torch.rand(3)],
         "calls": [] if calls is None else calls.seen,
         "mode": trained.model.training,
-        "attributes": sorted(set(vars(trained)) - {"autobatch_results", "_inner_training_loop"}),
+        "attributes": sorted(set(own) - {"autobatch_results", "_inner_training_loop"}),
         "model attributes": sorted(vars(trained.model)),
-        "shapes": list(shapes),
-        "total": None if total is None else total.clone(),
+        "own": [own.get(name) for name in ("shapes", "total")],  # of a `Recorder`
     }
 
 
@@ -236,14 +224,15 @@ FOUND = (
 
 
 def compared(make, search, **options):
-    """A trainer that has searched and trained, its outcome, and what differs with its sizes by hand."""
+    """A trainer that has searched and trained, and what differs with its sizes by hand."""
 
-    def train(prepare, **sizes):
-        calls, made = Calls(), make(**{**options, **sizes})
+    def train(made):
+        calls = Calls()
         made.add_callback(calls)
-        prepare(made).train()
-        return made, outcome(made, calls)
+        made.train()
+        return outcome(made, calls)
 
-    found, ours = train(lambda made: autobatch(made, **search))
-    _, other = train(lambda made: made, **{name: getattr(found.args, name) for name in FOUND})
-    return found, ours, differences(ours, other)
+    found = autobatch(make(**options), **search)
+    ours = train(found)
+    sizes = {name: getattr(found.args, name) for name in FOUND}
+    return found, differences(ours, train(make(**{**options, **sizes})))

@@ -6,7 +6,6 @@ import warnings
 import torch
 import torch.distributed as torch_dist
 from lightning.pytorch import seed_everything
-from torch.utils.data import DataLoader
 
 from linnaeus.integrations.lightning import AutoBatch
 from tests.helpers.ledger import room
@@ -17,9 +16,8 @@ from tests.integrations.lightning_runs import (
     Net,
     Single,
     compared,
-    data,
     fit,
-    nothing,
+    loader,
 )
 
 RANK = 0
@@ -43,32 +41,20 @@ class Talkative(Net):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
-def found_by_both(module, search, given=nothing, **options):
+def found_by_both(module, search, **options):
     """What a rank finds, and what differs from the run with that size by hand."""
     seed_everything(1, verbose=False)
-    options = {**RANKS, "max_epochs": 1, **options}
-    callback, searched, differing = compared(module, search, given, **options)
+    callback, searched, differing = compared(module, search, max_epochs=1, **RANKS, **options)
     weights = searched["weights"].items()
-    result = callback.results["train"]
     return {
         "size": callback.batch_size,
         "sizes": searched["sizes"],
         "accumulate": searched["accumulate"],
         "differences": differing,
-        "limited_by": result.limited_by,
-        "ran_on_every_rank": result.ran_on_every_rank,
+        "limited_by": callback.results["train"].limited_by,
         # Each rank's statistics are its own.
         "weights": [tensor.tolist() for name, tensor in weights if "running" not in name],
     }
-
-
-def failing(module):
-    """The error of a search."""
-    try:
-        fit(module(), callbacks=[AutoBatch(max_batch_size=12, val=False)], **RANKS)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {}
 
 
 class NoData(Net):
@@ -83,13 +69,22 @@ class NoData(Net):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
 
+def unprepared():
+    """The error of a search."""
+    try:
+        fit(NoData(), callbacks=[AutoBatch(max_batch_size=12, val=False)], **RANKS)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def uneven_data():
     """Each rank has data of its own, of another length."""
     length = (37, 8)[RANK]
     return found_by_both(
         lambda size: Bare(),
         {"max_batch_size": 12, "val": False},
-        lambda *sizes: (Made(lambda size: DataLoader(data(length), size), sizes[0]),),
+        given=lambda size, *_: Made(lambda size: loader(size, length), size),
         use_distributed_sampler=False,
         limit_train_batches=1,
     )
@@ -112,12 +107,11 @@ def work(rank, folder):
     fit(Net(), **RANKS)  # loads what later limits count on
     return {
         "budget": budget(),
-        "loaders": found_by_both(Net, {"max_batch_size": 12}),
         "collectives": found_by_both(Talkative, {"max_batch_size": 12, "effective_batch_size": 48}),
         "unequal": found_by_both(
             lambda size: Net(size, mib=1.0),
             room(120 if rank == 0 else 60, max_batch_size=90, val=False),
         ),
         "uneven_data": uneven_data(),
-        "unprepared": failing(NoData),
+        "unprepared": unprepared(),
     }

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 import torchmetrics
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -110,8 +109,7 @@ class Within(Single):
         self.budget = budget
 
     def train_dataloader(self):
-        ranks = {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
-        sampler = BudgetBatchSampler(COSTS, self.budget, **ranks)
+        sampler = BudgetBatchSampler(COSTS, self.budget)
         sampler.sampler = sampler  # where Lightning sets the epoch
         return DataLoader(data(), batch_sampler=sampler)
 
@@ -137,8 +135,8 @@ class Bare(Net):
     train_dataloader = LightningModule.train_dataloader
     val_dataloader = LightningModule.val_dataloader
 
-    def __init__(self, batch_size=4, mib=0.0):
-        super().__init__(mib=mib)
+    def __init__(self):
+        super().__init__()
         del self.batch_size
 
 
@@ -274,19 +272,11 @@ class Recorder(Logger):
         self.rows.append(dict(params))
 
 
-def fit(module, *given, callbacks=(), ckpt=None, **options):
-    """Train two epochs and describe the outcome: see `outcome`."""
+def fit(module, given=None, callbacks=(), ckpt=None, **options):
+    """Train two epochs and describe the outcome: see `outcome`. A loader or a data module may be given."""
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     trainer = trainer_for(callbacks, **options)
-    datamodule = given[0] if given and isinstance(given[0], LightningDataModule) else None
-    loaders = () if datamodule is not None else given
-    trainer.fit(
-        module,
-        *loaders,
-        datamodule=datamodule,
-        ckpt_path=ckpt,
-        weights_only=False if ckpt else None,
-    )
+    trainer.fit(module, given, ckpt_path=ckpt, weights_only=False if ckpt else None)
     return outcome(trainer, module)
 
 
@@ -313,14 +303,14 @@ def outcome(trainer, module):
         "schedules": [
             {name: held for name, held in each.items() if "_fn" not in name} for each in schedules
         ],
-        "logs": [getattr(logger, "rows", None) for logger in trainer.loggers],
+        "logs": trainer.logger.rows,
         "metrics": dict(trainer.callback_metrics),
         "progress": trainer.fit_loop.state_dict(),
         "random numbers": [
             torch.get_rng_state(),
             *map(repr, (np.random.get_state(), random.getstate())),
         ],
-        "sizes": getattr(module, "sizes", None),
+        "sizes": module.sizes,
         "attributes": {
             name: held
             for name, held in vars(module).items()
@@ -328,11 +318,6 @@ def outcome(trainer, module):
         },
         "hyperparameters": dict(module.hparams),
         "accumulate": trainer.accumulate_grad_batches,
-        "averages": [
-            getattr(each, "_latest_update_step", None)
-            for each in trainer.callbacks
-            if isinstance(each, EMAWeightAveraging)
-        ],
     }
     return copy.deepcopy(found)
 
@@ -342,7 +327,7 @@ def loader(size, num_samples=NUM_SAMPLES, **options):
 
 
 def nothing(*sizes):
-    return ()
+    return None
 
 
 def compared(module, search, given=nothing, others=list, **options):
@@ -356,10 +341,10 @@ def compared(module, search, given=nothing, others=list, **options):
         options: of the trainer.
     """
     callback = AutoBatch(**search)
-    searched = fit(module(4), *given(4), callbacks=[*others(), callback], **options)
+    searched = fit(module(4), given(4), callbacks=[*others(), callback], **options)
     size = callback.batch_size
     if callback._effective_batch_size is not None:
         options["accumulate_grad_batches"] = searched["accumulate"]
     loaders = given(size, callback.val_batch_size or size)
-    by_hand = fit(module(size), *loaders, callbacks=others(), **options)
+    by_hand = fit(module(size), loaders, callbacks=others(), **options)
     return callback, searched, differences(searched, by_hand)

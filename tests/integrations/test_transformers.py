@@ -2,11 +2,10 @@
 
 import runpy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-import torch.utils.data
+from torch.utils.data import IterableDataset, Subset
 
 pytest.importorskip("datasets")  # peft alone brings transformers
 
@@ -15,7 +14,7 @@ from transformers import Trainer
 from linnaeus.integrations.transformers import autobatch, size_in_checkpoint, trial
 from linnaeus.integrations.transformers.data import trial_data
 from linnaeus.runtime.errors import AutoBatchError
-from tests.helpers.bits import bits, differences
+from tests.helpers.bits import differences
 from tests.helpers.children import ROOT
 from tests.helpers.ledger import Ledger, limit_with_room_for, room
 from tests.helpers.processes import compute
@@ -37,10 +36,11 @@ pytestmark = [
 ]
 
 
-def searched(search, **options):
-    """A trainer that has searched and trained, its outcome, and what differs with its sizes by hand."""
-    search = {**room(50, max_batch_size=128), **search}
-    return compared(partial(trainer, Recorder), search, **options)
+recorder = partial(trainer, Recorder)
+
+
+def within_memory(**search):
+    return {**room(50, max_batch_size=128), **search}
 
 
 CASES = {
@@ -64,116 +64,64 @@ CASES = {
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_training_is_that_of_the_size_given_by_hand(options):
-    found, ours, differing = searched({}, **options)
+    found, differing = compared(recorder, within_memory(), **options)
     result, size = found.autobatch_results["train"], found.args.per_device_train_batch_size
-    assert result.limited_by == "memory"
-    assert result.certified
-    assert 2 <= result.batch_size == size < 128
+    assert (result.limited_by, result.certified) == ("memory", True)
+    assert 2 <= result.batch_size == found.state.train_batch_size == size < 128
     assert differing == []
-    assert ours["shapes"][0][0] == size
+    assert found.shapes[0][0] == size
     assert ("val" in found.autobatch_results) == ("eval_strategy" in options)
-    assert ours["state"][2] == size
 
 
 FOUR = {"min_batch_size": 4, "max_batch_size": 4}
 
 
-class WithJudge(Trainer):
-    """A trainer with another model, in evaluation mode, which has an optimizer of its own."""
+class WithParts(Recorder):
+    """With an optimizer, a schedule, and another model, in evaluation mode, that it trains."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
         self.judges = {"one": torch.nn.Linear(1, 1).eval()}
-        self.judges["one"].register_buffer("num_steps", torch.zeros(()))
         self.judge_optimizer = torch.optim.Adam(self.judges["one"].parameters(), lr=0.1)
 
     def training_step(self, *arguments):
         assert not self.judges["one"].training
         self.judges["one"](torch.ones(1, 1)).sum().backward()
         self.judge_optimizer.step()
-        self.judges["one"].get_buffer("num_steps").add_(1)
         return super().training_step(*arguments)
 
 
-def test_modules_and_optimizers_of_the_trainer_are_put_back():
-    found, other = (trainer(WithJudge, per_device_train_batch_size=4) for _ in range(2))
-    autobatch(found, **FOUR).train()
-    other.train()
-    parts = [(made.judges["one"], made.judge_optimizer) for made in (found, other)]
-    one, two = (bits([part.state_dict() for part in each]) for each in parts)
-    assert one == two
-
-
-class WithOptimizer(Recorder):
-    """A trainer with an optimizer and a schedule of one's own."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
-
-
-def trained_twice(made):
-    made.train()
-    made.args.max_steps = 5
-    made.train()
-    return outcome(made)
-
-
-def with_model_init():
-    made = trainer(Recorder, per_device_train_batch_size=4)
-    return Recorder(
-        model_init=lambda: hugging.model(),
-        args=made.args,
-        train_dataset=Text(),
-        data_collator=collate,
-    )
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: trainer(WithOptimizer, per_device_train_batch_size=4), with_model_init],
-    ids=["an optimizer of one's own", "model_init"],
-)
-def test_trainers_built_in_other_ways_train_twice_as_by_hand(make):
-    found = make()
-    autobatch(found, **FOUR)
-    ours = trained_twice(found)
-    assert len(found.shapes) == 3 + 5
-    assert found.autobatch_results["train"].batch_size == 4
-    assert differences(ours, trained_twice(make())) == []
+def test_a_trainer_with_parts_of_its_own_trains_twice_as_by_hand():
+    outcomes = []
+    for searches in (True, False):
+        made = trainer(WithParts, per_device_train_batch_size=4)
+        if searches:
+            autobatch(made, **FOUR)
+        made.train()
+        made.args.max_steps = 5
+        made.train()
+        judge = [part.state_dict() for part in (made.judges["one"], made.judge_optimizer)]
+        outcomes.append({**outcome(made), "judge": judge})
+    assert differences(*outcomes) == []
 
 
 def test_what_is_not_the_same_is_seen():
     found = []
     for size in (4, 5):
         calls = Calls()
-        made = trainer(Recorder, callbacks=[calls], per_device_train_batch_size=size)
+        made = recorder(callbacks=[calls], per_device_train_batch_size=size)
         made.train()
         found.append(outcome(made, calls))
-    assert {"weights", "moments", "log", "random", "calls", "shapes"} <= {*differences(*found)}
-
-
-def test_the_worst_batch_has_the_longest_samples_after_collation():
-    look, num_samples = trial_data(trainer(), "train", None, 1.0)
-    lengths = look.batch(8)["attention_mask"].sum(1).tolist()
-    assert num_samples == len(Text())
-    assert lengths == sorted((len(hugging.tokens(n)) for n in range(len(Text()))), reverse=True)[:8]
-
-
-class LongText(Text):
-    """All samples are as long as the longest."""
-
-    def __getitem__(self, index):
-        row = super().__getitem__(index)["input_ids"]
-        return {"input_ids": (row * 8)[: hugging.LONGEST]}
+    assert {"weights", "optimizer", "log", "random", "calls", "own"} <= {*differences(*found)}
 
 
 def test_training_takes_no_more_memory_than_a_trial_of_its_size():
-    peaks, options = list[int](), {"bf16": True, "gradient_accumulation_steps": 4}
+    peaks, options = [], {"bf16": True, "gradient_accumulation_steps": 4}
     for is_trial in (False, True):
         made = trainer(per_device_train_batch_size=16, **options)
-        made.train_dataset = LongText()
+        made.train_dataset = Subset(Text(), [58] * 200)  # one of the longest
         with Ledger() as ledger:
             if not is_trial:
                 made.train()
@@ -187,57 +135,39 @@ def test_training_takes_no_more_memory_than_a_trial_of_its_size():
 
 
 def test_the_effective_batch_is_made_up_of_the_size_found():
-    found, _, differing = searched({"effective_batch_size": 48, "max_batch_size": 20})
-    args = found.args
-    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 48
-    assert args.per_device_train_batch_size <= found.autobatch_results["train"].batch_size <= 20
-    assert args.gradient_accumulation_steps > 1
+    search = within_memory(effective_batch_size=48, max_batch_size=20)
+    found, differing = compared(recorder, search)
+    size = found.args.per_device_train_batch_size
+    assert size <= found.autobatch_results["train"].batch_size <= 20
+    assert size * found.args.gradient_accumulation_steps == 48
     assert differing == []
 
 
-def test_an_option_decides_whether_evaluation_is_searched():
-    small = {"max_batch_size": 6}
-    without, *_ = searched({**small, "evaluation": False}, eval_strategy="steps", eval_steps=3)
+def test_an_option_decides_on_evaluation_and_data_bound_sizes():
+    without = trainer(eval_strategy="steps", eval_steps=3)
+    autobatch(without, max_batch_size=6, evaluation=False).train()
     assert [*without.autobatch_results] == ["train"]
     assert without.args.per_device_eval_batch_size == 8
-    made = trainer(Recorder)
-    made.eval_dataset = {"few": torch.utils.data.Subset(Text(), range(3)), "many": Text()}
-    autobatch(made, **{**room(50, max_batch_size=128), **small, "evaluation": True}).train()
-    result = made.autobatch_results["val"]
-    assert made.args.per_device_eval_batch_size == result.batch_size == 6
+    made = trainer()
+    made.train_dataset = Subset(Text(), range(5))
+    made.eval_dataset = {"few": Subset(Text(), range(3)), "many": Text()}
+    autobatch(made, max_batch_size=6, evaluation=True).train()
+    train, val = made.autobatch_results["train"], made.autobatch_results["val"]
+    assert (made.args.per_device_train_batch_size, train.limited_by) == (5, "dataset")
+    assert made.args.per_device_eval_batch_size == val.batch_size == 6
     assert made.evaluate()["eval_many_loss"] > 0
 
 
-@pytest.mark.parametrize("has_metrics", [True, False])
-def test_evaluation_counts_the_outputs_that_metrics_get(has_metrics):
-    made = trainer(Recorder, eval_strategy="steps", eval_steps=3)
-    if has_metrics:
-        made.compute_metrics = lambda prediction: {"number": len(prediction.predictions)}
-    autobatch(made, **{**FOUR, "eval_options": {**room(150), "max_batch_size": 64}}).train()
+def test_evaluation_counts_the_outputs_that_metrics_get():
+    made = trainer(eval_strategy="steps", eval_steps=3)
+    made.compute_metrics = lambda prediction: {"number": len(prediction.predictions)}
+    autobatch(made, **FOUR, eval_options=room(150, max_batch_size=64)).train()
     result = made.autobatch_results["val"]
     assert result.batch_size == 64
     with Ledger() as ledger:
         made.evaluate()
     measured_bytes = (result.peak_bytes or 0) - result.held_bytes
     assert 0.9 * measured_bytes < ledger.peak_bytes <= 1.02 * measured_bytes
-
-
-class Keeping(Trainer):
-    """Each step adds an output to a list."""
-
-    outputs = []  # noqa: RUF012
-
-    def compute_loss(self, model, inputs, *arguments, **options):
-        self.outputs.append(torch.ones(len(inputs["input_ids"]), 2**15))
-        return super().compute_loss(model, inputs, *arguments, **options)
-
-
-def test_outputs_that_training_keeps_end_the_search():
-    made = trainer(Keeping)
-    with pytest.raises(AutoBatchError, match="keeps"):
-        autobatch(made, **room(50, max_batch_size=128)).train()
-    Keeping.outputs.clear()
-    assert made.args.per_device_train_batch_size == 8
 
 
 def test_a_new_model_is_searched_again():
@@ -264,18 +194,17 @@ def test_a_resumed_run_keeps_the_size_of_its_checkpoint(tmp_path):
         "save_steps": 2,
         "max_steps": 4,
     }
-    whole = autobatch(trainer(Recorder, **options), **room(50, max_batch_size=9))
+    whole = autobatch(recorder(**options), **within_memory(max_batch_size=9))
     whole.train()
     checkpoint = str(tmp_path / "checkpoint-2")
-    assert size_in_checkpoint(checkpoint) == 9
     ours = outcome(whole)
-    resumed = trainer(Recorder, **options)
-    autobatch(resumed, **room(50, max_batch_size=128)).train(resume_from_checkpoint=checkpoint)
+    resumed = autobatch(recorder(**options), **within_memory())
+    resumed.train(resume_from_checkpoint=checkpoint)
     result = resumed.autobatch_results["train"]
     assert [trial.size for trial in result.trials] == [9], "it is run once"
     assert result.batch_size == resumed.args.per_device_train_batch_size == 9
     again = outcome(resumed)
-    other = trainer(Recorder, per_device_train_batch_size=9, **options)
+    other = recorder(per_device_train_batch_size=9, **options)
     other.train(resume_from_checkpoint=checkpoint)
     assert differences(again, outcome(other)) == []
     assert not {"weights", "schedule"} & {*differences(ours, again)}
@@ -295,7 +224,7 @@ def test_batches_of_a_budget_of_tokens_hold_every_sample_once(tmp_path, strategy
         "eval_strategy": "epoch",
     }
     search = {"budget": "tokens", "eval_options": {"max_batch_size": 4}}
-    whole = autobatch(trainer(Recorder, **options), **search, **room(50))
+    whole = autobatch(recorder(**options), **search, **room(50))
     whole.train()
     result, budget = whole.autobatch_results["train"], whole.args.per_device_train_batch_size
     assert (result.limited_by, result.batch_size) == ("memory", budget)
@@ -309,41 +238,30 @@ def test_batches_of_a_budget_of_tokens_hold_every_sample_once(tmp_path, strategy
     num_steps = -(-num_batches // 2)
     assert whole.state.global_step == whole.state.max_steps == 2 * num_steps
     step = num_steps if strategy == "epoch" else 3
-    resumed = autobatch(trainer(Recorder, **options), **search, **room(80))
+    resumed = autobatch(recorder(**options), **search, **room(80))
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     assert resumed.args.per_device_train_batch_size == budget
-    ours, again = outcome(whole), outcome(resumed)
-    assert not {"weights", "moments", "schedule"} & {*differences(ours, again)}
-
-
-def test_no_size_is_above_the_samples():
-    made = trainer()
-    made.train_dataset = torch.utils.data.Subset(Text(), range(5))
-    autobatch(made, max_batch_size=16).train()
-    assert made.args.per_device_train_batch_size == 5
-    assert made.autobatch_results["train"].limited_by == "dataset"
-
-
-class Stream(torch.utils.data.IterableDataset[Any]):
-    def __iter__(self):
-        yield from (Text()[index] for index in range(len(Text())))
+    differing = differences(outcome(whole), outcome(resumed))
+    assert not {"weights", "optimizer", "schedule"} & {*differing}
 
 
 def test_a_stream_needs_samples_and_trains_as_by_hand():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(Text())
+
     def make(**options):
         made = trainer(**options)
         made.train_dataset = Stream()
         return made
 
-    search = {**room(50, max_batch_size=128), "samples": [Text()[112], Text()[0]]}
-    made, _, differing = compared(make, search)
+    made, differing = compared(make, within_memory(samples=[Text()[112], Text()[0]]))
     assert made.args.per_device_train_batch_size > 8
     assert differing == []
 
 
 def test_a_search_that_fails_leaves_the_trainer_as_it_was():
-    made = trainer(Recorder)
-    autobatch(made, **{**room(50, max_batch_size=128), "memory_limit_gb": 0.2})
+    made = autobatch(recorder(), memory_limit_gb=0.2)
     with pytest.raises(AutoBatchError, match="GiB"):
         made.train()
     assert made.args.per_device_train_batch_size == 8
@@ -351,7 +269,7 @@ def test_a_search_that_fails_leaves_the_trainer_as_it_was():
     del made._inner_training_loop
     made.train()
     ours = outcome(made)
-    other = trainer(Recorder)
+    other = recorder()
     other.train()
     assert differences(ours, outcome(other)) == []
 
@@ -370,7 +288,6 @@ def test_two_ranks_use_the_smaller_size_and_train_as_by_hand(ranks):
     for result in results:
         assert {size for size, _ in result["shapes"]} == {result["size"]}
         assert result["limited_by"] == "memory"
-        assert result["ran"][-1] == result["size"]
 
 
 def test_two_ranks_share_the_batches_of_a_budget_out(ranks):
@@ -383,12 +300,9 @@ def test_two_ranks_share_the_batches_of_a_budget_out(ranks):
 
 
 def test_on_two_ranks_an_error_of_one_ends_both_with_its_cause(ranks):
-    for case, kind in (("broken", "ValueError"), ("broken data", "FileNotFoundError")):
-        assert ranks[1][case].startswith(f"{kind}: ")
-        assert ranks[0][case].endswith(f" rank 1: {ranks[1][case]}")
-
-
-# --- the page and the example ---
+    other, own = (rank["broken data"] for rank in ranks)
+    assert own.startswith("FileNotFoundError: ")
+    assert other.endswith(f" rank 1: {own}")
 
 
 def test_the_example_trains_at_the_size_that_it_finds(capsys, tmp_path, monkeypatch):
@@ -396,8 +310,4 @@ def test_the_example_trains_at_the_size_that_it_finds(capsys, tmp_path, monkeypa
     main = runpy.run_path(str(ROOT / "examples" / "transformers_tiny.py"))["main"]
     limit_gb = str(limit_with_room_for(60) / 0.8)
     found = main(["--steps", "2", "--memory-limit-gb", limit_gb])
-    size = found.args.per_device_train_batch_size
-    assert f" {size} " in capsys.readouterr().out
-    ours = outcome(found)
-    other = main(["--steps", "2", "--batch-size", str(size)])
-    assert differences(ours, outcome(other)) == []
+    assert f" {found.args.per_device_train_batch_size} " in capsys.readouterr().out

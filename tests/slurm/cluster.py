@@ -15,13 +15,12 @@ import sys
 import time
 from contextlib import suppress
 from getpass import getuser
-from pathlib import Path
 from socket import gethostname
 
 import psutil
 import pytest
 
-from tests.helpers.children import ROOT, Outcome
+from tests.helpers.children import ROOT
 from tests.helpers.runs import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
@@ -83,13 +82,12 @@ class Cluster:
         self._host = gethostname().partition(".")[0]
         self._nodes = [self._host, *(f"other{number}" for number in range(1, num_nodes))]
         self._daemons = []
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         kept = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("SLURM", "SBATCH"))
         }
-        self.env = {**kept, **env, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
+        self.env = {**kept, **env, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def __enter__(self):
         try:
@@ -109,22 +107,14 @@ class Cluster:
         Raises:
             AssertionError: it fails; with what it says.
         """
-        outcome = self.try_call(*command, cwd=cwd)
-        assert outcome.code == 0, outcome
-        return outcome.out.strip()
+        done = self.try_call(*command, cwd=cwd)
+        assert done.returncode == 0, done
+        return done.stdout.strip()
 
     def try_call(self, *command, cwd=None):
         """How a command of SLURM ends."""
-        done = subprocess.run(
-            [str(word) for word in command],
-            cwd=cwd or self.folder,
-            env=self.env,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        return Outcome(done.returncode, done.stdout, done.stderr)
+        options = {"capture_output": True, "text": True, "timeout": 120, "check": False}
+        return subprocess.run(command, cwd=cwd or self.folder, env=self.env, **options)
 
     def show(self, job):
         """What the controller knows of a job, by the names that `scontrol show job` prints."""
@@ -180,7 +170,7 @@ class Cluster:
             self._launch("slurmd", "-D", "-N", name, log=f"slurmd.{name}")
         states = ("sinfo", "--noheader", "--Node", "--partition=low", "--format=%T")
         up = ["idle"] * len(self._nodes)
-        self._await(lambda: self.try_call(*states).out.split() == up)
+        self._await(lambda: self.try_call(*states).stdout.split() == up)
 
     def _launch(self, *command, log=""):
         program = shutil.which(command[0])
@@ -271,10 +261,10 @@ class Shell:
                 stderr=log,
             )
 
-    def end(self, number=None, timeout=600):
+    def end(self, number=None):
         if number is not None:
             self.process.send_signal(number)
-        return self.process.wait(timeout)
+        return self.process.wait(600)
 
 
 def queue(slurm):

@@ -32,15 +32,26 @@ def slurm(tmp_path_factory):
         yield running
 
 
-def outputs_of(sweep):
-    return "".join(path.read_text() for path in sweep.glob("slurm/*.out"))
+@pytest.fixture
+def two_nodes(tmp_path_factory):
+    with Cluster(tmp_path_factory.mktemp("slurm"), num_nodes=2, **ENV) as running:
+        yield running
 
 
-def test_a_sweep_survives_preemption_timeout_and_lost_controller(slurm, tmp_path):
-    """Two workers: one is preempted, one is out of time; a second array comes while they run."""
+@pytest.fixture
+def run_folder(tmp_path):
+    """The folder of the run or the sweep of `EXPERIMENT`."""
     (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
-    sweep = tmp_path / "runs/small"
-    folders = [sweep / f"EXPERIMENT.SEED={seed}" for seed in range(4)]
+    return tmp_path / "runs/small"
+
+
+def outputs_of(run_folder):
+    return "".join(path.read_text() for path in run_folder.glob("slurm/*.out"))
+
+
+def test_a_sweep_survives_preemption_timeout_and_lost_controller(slurm, tmp_path, run_folder):
+    """Two workers: one is preempted, one is out of time; a second array comes while they run."""
+    folders = [run_folder / f"EXPERIMENT.SEED={seed}" for seed in range(4)]
     shell = Shell(slurm, tmp_path, *SWEEP, *ON_SLURM)
     for folder in folders[:2]:
         wait_until((folder / "checkpoints/last.pt").exists, log=shell.log)
@@ -53,13 +64,11 @@ def test_a_sweep_survives_preemption_timeout_and_lost_controller(slurm, tmp_path
 
     wait_until(lambda: "1" in restarts(), log=shell.log)
     stays = f"{array}_{restarts().index('0')}"
-    slurm.call(
-        "scancel", "--batch", "--signal=USR1", stays
-    )  # what SLURM does when time is nearly over
+    # What SLURM does when time is nearly over.
+    slurm.call("scancel", "--batch", "--signal=USR1", stays)
     slurm.wait_for(stays, "Restarts", "1")
     slurm.stop_controller()
-    status = slurm.try_call(*LINNAEUS, "sweep", "--status", "runs/small", cwd=tmp_path)
-    assert status.code == 0, status
+    slurm.call(*LINNAEUS, "sweep", "--status", "runs/small", cwd=tmp_path)
     slurm.start_controller()
     assert shell.end(signal.SIGINT) == 130
     assert f"scancel {array}" in shell.log.read_text()
@@ -69,71 +78,52 @@ def test_a_sweep_survives_preemption_timeout_and_lost_controller(slurm, tmp_path
     (tmp_path / "quick").touch()
     wait_until(lambda: all(read_state(one).status == "finished" for one in folders), limit_s=300)
     assert again.end() == 0, again.log.read_text()
-    said = outputs_of(sweep)
+    said = outputs_of(run_folder)
     assert (said.count("preempted"), said.count(TIME_IS_OVER)) == (1, 1), said
     assert "Traceback" not in said
 
     local = Shell(slurm, tmp_path, *SWEEP, "EXPERIMENT.NAME=here", "--jobs", "2")
     assert local.end() == 0, local.log.read_text()
-    assert [entry["curve"] for entry in figures(sweep)] == [
-        entry["curve"] for entry in figures(tmp_path / "runs/here")
-    ]
-    assert all(validations_of(folder) == [12, 24, 36, 48] for folder in folders)
-    assert table(again.log.read_text()) == table(local.log.read_text()) != []
-
-
-def test_cancelled_workers_give_their_runs_back(slurm, tmp_path):
-    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
-    words = ("sweep", "--cfg", "my_exp.yaml", "EXPERIMENT.SEED=0,1", "TRAIN.EPOCHS=3", *ON_SLURM)
-    sweep = tmp_path / "runs/small"
-    folders = [sweep / f"EXPERIMENT.SEED={seed}" for seed in range(2)]
-    shell = Shell(slurm, tmp_path, *words)
-    wait_until(
-        lambda: all((one / "checkpoints/last.pt").exists() for one in folders), log=shell.log
+    ours, expected = (
+        [entry["curve"] for entry in figures(folder)]
+        for folder in (run_folder, tmp_path / "runs/here")
     )
+    assert ours == expected
+    assert all(validations_of(folder) == [12, 24, 36, 48] for folder in folders)
+
+
+def test_cancelled_workers_give_their_runs_back(slurm, tmp_path, run_folder):
+    words = ("sweep", "--cfg", "my_exp.yaml", "EXPERIMENT.SEED=0,1", *ON_SLURM)
+    shell = Shell(slurm, tmp_path, *words)
+    wait_until(lambda: len([*run_folder.glob("*/checkpoints/last.pt")]) == 2, log=shell.log)
     slurm.call("scancel", queue(slurm)[0].partition("_")[0])
     assert shell.end() == 1, shell.log.read_text()
-    assert [entry["status"] for entry in figures(sweep)] == ["interrupted"] * 2
-    assert QUEUED_AGAIN not in outputs_of(sweep)
-    (tmp_path / "quick").touch()
-    again = Shell(slurm, tmp_path, *words)
-    assert again.end() == 0, again.log.read_text()
-    assert all(validations_of(folder) == [12, 24, 36] for folder in folders)
+    assert [entry["status"] for entry in figures(run_folder)] == ["interrupted"] * 2
+    assert QUEUED_AGAIN not in outputs_of(run_folder)
 
 
-def test_a_single_run_goes_on_when_its_time_is_nearly_over(slurm, tmp_path):
-    """Two processes, in a folder where another run has been."""
-    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
-    (tmp_path / "runs/small").mkdir(parents=True)
-    (tmp_path / "runs/small/config.yaml").write_text("earlier")
-    words = ("train", "--cfg", "my_exp.yaml", "TRAIN.EPOCHS=4")
-    resources = ("gpus-per-node=2", "cpus-per-task=2", "time=30")
-    said = slurm.call(*LINNAEUS, *words, "--launcher", "slurm", "--slurm", *resources, cwd=tmp_path)
+def test_a_run_over_two_nodes_goes_on_when_its_time_is_over(two_nodes, tmp_path, run_folder):
+    """Two processes on each, in a folder where another run has been."""
+    run_folder.mkdir(parents=True)
+    (run_folder / "config.yaml").write_text("earlier")
+    words = ("train", "--cfg", "my_exp.yaml", "TRAIN.EPOCHS=8", "--launcher", "slurm", "--slurm")
+    resources = ("nodes=2", "gpus-per-node=2", "cpus-per-task=2", "time=30")
+    said = two_nodes.call(*LINNAEUS, *words, *resources, cwd=tmp_path)
     (job,) = re.findall(
-        r"submitted as SLURM job (\d+): linnaeus train --cfg my_exp.yaml TRAIN.EPOCHS=4\n", said
+        r"submitted as SLURM job (\d+): linnaeus train --cfg my_exp.yaml TRAIN.EPOCHS=8\n", said
     )
     (log,) = re.findall(r"^log: +(\S+)$", said, re.MULTILINE)
     assert f"scancel {job}" in said
-    output = Path(log)
-    wait_until(lambda: len(validations_of(tmp_path / "runs/small")) > 1)
-    slurm.call("scancel", "--batch", "--signal=USR1", job)  # what SLURM does then
-    slurm.wait_for(job, "Restarts", "1")
+    wait_until(lambda: len(validations_of(run_folder)) > 1)
+    two_nodes.call("scancel", "--batch", "--signal=USR1", job)  # what SLURM does then
+    two_nodes.wait_for(job, "Restarts", "1")
     (tmp_path / "quick").touch()
-    slurm.wait_for(job, "JobState", "COMPLETED", timeout_s=300)
-    text = output.read_text()
+    two_nodes.wait_for(job, "JobState", "COMPLETED", timeout_s=300)
+    text = Path(log).read_text()
     assert text.count(f"{QUEUED_AGAIN}, because {TIME_IS_OVER}") == 1, text
-    assert "Traceback" not in text
     assert text.count("resumed") == 1, text
-    assert validations_of(tmp_path / "runs/small") == [6 * epoch for epoch in range(1, 5)]
+    assert "x 4 ranks" in text
+    assert "Traceback" not in text
+    assert validations_of(run_folder) == [3, 6, 9, 12, 15, 18, 21, 24]
     earlier = [path.read_text() for path in (tmp_path / "runs").glob("small.*/config.yaml")]
     assert earlier == ["earlier"]
-
-
-def table(text):
-    """The rows of the printed table, without the columns of times."""
-    rows = [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in text.splitlines()
-        if line[:1] == "│"
-    ]
-    return [[*row[:5], row[-1]] for row in rows]
