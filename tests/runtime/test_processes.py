@@ -25,22 +25,33 @@ RESUMABLE = (
 pytestmark = pytest.mark.timeout(300)  # whole runs
 
 
-def train(folder, **env):
+def train(folder, *options, **env):
     """A run that may be killed; see `tests.helpers.odd_ranks`."""
-    return children.python("-m", "tests.helpers.odd_ranks", *RESUMABLE, cwd=folder, env=env)
+    module = "tests.helpers.odd_ranks"
+    return children.python("-m", module, *RESUMABLE, *options, cwd=folder, env=env)
 
 
-@pytest.mark.e2e
-def test_killed_at_any_event_and_resumed(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "moments"),
+    [
+        pytest.param((), ((1, 90), (90, 130), (130, 230)), marks=pytest.mark.e2e),
+        pytest.param(
+            ("TRAIN.EPOCHS=80", "TRAIN.VALIDATE_EVERY=10"),
+            ((1, 300),) * 25,
+            marks=[pytest.mark.slow, pytest.mark.timeout(900)],
+        ),
+    ],
+)
+def test_killed_at_any_event_and_resumed(tmp_path, options, moments):
     """An epoch has 130 events: 96 + 32 samples and some files and phases."""
-    moments, whole = random.Random(0), tmp_path / "whole"
+    random_moments, whole = random.Random(0), tmp_path / "whole"
     whole.mkdir()
-    train(whole).ok()
-    for begin, end in ((1, 90), (90, 130), (130, 230)):
-        event = moments.randrange(begin, end)
-        outcome = train(tmp_path, KILL_AT=str(event))
+    train(whole, *options).ok()
+    for begin, end in moments:
+        event = random_moments.randrange(begin, end)
+        outcome = train(tmp_path, *options, KILL_AT=str(event))
         assert outcome.code == -9, f"killed at event {event}: {outcome.err}"
-    train(tmp_path).ok()
+    train(tmp_path, *options).ok()
     assert_same_run(tmp_path / "runs/small", whole / "runs/small")
 
 

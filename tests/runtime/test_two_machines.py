@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.children import ROOT
 from tests.helpers.runs import SMALL, assert_same_bits, wait_until, weights
 from tests.helpers.small_runs import lines_of
 
@@ -68,7 +67,6 @@ class Machines:
                 process = psutil.Popen(
                     self.on(rank, script, *words),
                     cwd=self.folder,
-                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                     stdout=log,
                     stderr=log,
                 )
