@@ -142,6 +142,7 @@ def test_batches_depend_neither_on_workers_nor_on_a_resume(workers):
             break
         assert_same(epochs(made), expected)
         made.train.set_epoch(1, skip=2 * 4)
+        assert len(made.train) == 3
         assert_same([batch.inputs for batch in made.train], expected[8 + 2 : 8 + 5])
 
 
