@@ -2,10 +2,8 @@
 
 import gc
 import logging
-import os
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -152,18 +150,6 @@ def few_timed_steps(monkeypatch):
     """In this process two steps give a size's speed, for tests that do not depend on how exact it is."""
     monkeypatch.setattr("linnaeus.autobatch.trial.MIN_TIMED_STEPS", 2)
     monkeypatch.setattr("linnaeus.autobatch.trial.MIN_TIMED_S", 0.0)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of one megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if os.getuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a file system")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.fixture

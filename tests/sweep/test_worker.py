@@ -1,9 +1,11 @@
 import csv
 import json
 import os
+import random
 import signal
 import sys
 import threading
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -221,3 +223,56 @@ def test_a_worker_takes_only_what_nobody_has(tmp_path, run):
     done = run("work", "runs/tiny")
     assert (done.code, "2 running" in done.out) == (0, True)
     mine.release()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sweep_killed_at_random_moments_ends_as_a_calm_one(tmp_path):
+    """Of the processes of the sweep, a worker or a run is killed; workers are started in their place."""
+    argv = ("sweep", *TINY, "TRAIN.EPOCHS=200", "EXPERIMENT.SEED=range(0,4)", "--jobs", "2")
+    folder, chance = tmp_path / "runs/tiny", random.Random(0)
+    starts = [start(tmp_path, *argv)]
+
+    def written_bytes():
+        """An epoch writes 200 bytes of output; the whole sweep writes at least 160,000."""
+        outputs = [tmp_path / "shell.txt", *folder.rglob("logs/*.txt")]
+        return sum(output.stat().st_size for output in outputs)
+
+    def victims():
+        return [
+            process
+            for process in psutil.process_iter()
+            if _is_of(process, str(tmp_path)) and process.pid != starts[0].pid
+        ]
+
+    def is_there():
+        if not victims() and starts[-1].poll() is not None:
+            starts.append(start(tmp_path, "work", "runs/tiny"))
+        return written_bytes() >= moment and victims()
+
+    num_kills = 0
+    while num_kills < 8:
+        moment = written_bytes() + chance.randint(0, 2000)
+        wait_until(is_there)
+        with suppress(psutil.Error, IndexError):  # it has just ended
+            chance.choice(victims()).kill()
+            num_kills += 1
+    states = [read_state(one).status for one in folder.glob("EXPERIMENT*")]
+    assert states.count("finished") < 4, "the sweep was too fast for the kills"
+    for each in starts:
+        each.wait(children.limit_s)
+    assert start(tmp_path, *argv).wait(children.limit_s) == 0, log_of(tmp_path)
+    assert start(tmp_path, *argv, "EXPERIMENT.NAME=calm").wait(children.limit_s) == 0
+    curves = [
+        [run["curve"] for run in figures(each)] for each in (folder, folder.with_name("calm"))
+    ]
+    assert curves[0] == curves[1]
+    for one in folder.glob("EXPERIMENT*"):
+        assert len(validations_of(one)) == 200
+        assert json.loads((one / "run.json").read_text())["ended"]["exit_code"] == 0
+
+
+def _is_of(process, folder):
+    with suppress(psutil.Error):
+        return process.cwd() == folder and process.status() != psutil.STATUS_ZOMBIE
+    return False
