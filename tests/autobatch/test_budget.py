@@ -58,6 +58,7 @@ def test_every_batch_within_the_budget_found_fits(padded, model, above):
     cost = len if padded else None
     found = find_budget(step, texts, collate, cost=cost, padded=padded, device="cpu")
     assert (found.limited_by, found.padded) == ("memory", padded)
+    assert found.peak_bytes <= found.search.budget_bytes
     assert torch.equal(found.costs, costs)
 
     def largest(budget):

@@ -153,6 +153,23 @@ def test_the_size_fits_what_the_process_holds_after_the_search(confirm, least, m
     assert least <= result.batch_size <= most, "of 110 MiB"
 
 
+@pytest.mark.parametrize("max_trials", [2, 4, 6])
+def test_confirmations_count_among_the_trials(max_trials):
+    """Each of the first trials leaves more behind, so that sizes are confirmed."""
+    held = []
+
+    def make_batch_and_keep(size):
+        if size > 16 and len(held) < 4:
+            held.append(make_batch(8))
+        return make_batch(size)
+
+    arguments = room(150, max_batch_size=300, max_trials=max_trials)
+    result = find_on_cpu(plain_step, make_batch_and_keep, **arguments)
+    assert len(result.trials) <= max_trials
+    assert record_of(result, result.batch_size).peak_bytes <= result.budget_bytes
+    assert result.certified or result.limited_by == "max_trials"
+
+
 def test_what_others_take_during_a_search_lowers_its_budget(monkeypatch):
     taken, read = [0], CpuMemory.budget
     monkeypatch.setattr(CpuMemory, "budget", lambda memory, *asked: read(memory, *asked) - taken[0])

@@ -135,6 +135,7 @@ strategies = st.sampled_from(sorted(STRATEGIES))
 )
 @example(line(0, 0), math.inf, (1, 1), 1, "guided", None, 10**9)
 @example(line(BUDGET, 0), BUDGET, (1, 8192), 1, "guided", None, 10**9)
+@example(line(2 * BUDGET, 0), BUDGET, (1, 8192), 1, "guided", None, 1)
 def test_every_search_is_bounded_and_honest(
     curve, capacity, bounds, multiple_of, strategy, start, max_trials
 ):

@@ -156,6 +156,8 @@ def test_trials_train_on_mixed_batches_and_validate_on_labels():
         batch = search.spec(mode).make(5, "meta")
         _, targets = search.data.on_device(batch)
         assert (targets.dtype, targets.shape[1]) == form
+    prediction = search.predict("train")
+    assert prediction.reserved_bytes(2048) > prediction.reserved_bytes(8)
 
 
 def test_an_error_of_the_users_model_ends_the_search_unchanged():
