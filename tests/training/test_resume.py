@@ -129,7 +129,7 @@ def in_force(assembly):
     """The values of an assembly that no training changes."""
     loss = assembly.criterion
     parts = (
-        [group | {"params": None} for group in assembly.optimizer.param_groups],
+        [sorted((group | {"params": None}).items()) for group in assembly.optimizer.param_groups],
         (loss, vars(loss).keys(), [*loss.named_buffers()]),
         [getattr(loss, name, 0) for name in ("level_weights", "label_smoothing", "gamma")],
         assembly.scaler.is_enabled(),
