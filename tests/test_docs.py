@@ -310,6 +310,6 @@ def test_the_yaml_of_every_page_loads(tmp_path, capsys):
             assert cli(["--cfg", str(file), "--print-config"]) == 0, capsys.readouterr().err
 
 
-def test_the_shown_file_trains_the_run_that_follows():
+def test_the_shown_file_names_the_run_that_follows():
     [name] = re.findall(r"(\w+)\.yaml", blocks(README, "yaml")[0])
     assert f"linnaeus evaluate runs/{name}\n" in README.read_text()

@@ -31,7 +31,7 @@ def test_the_script_alone_prints_the_help(run, monkeypatch, capfd, tmp_path):
 
 
 @pytest.mark.e2e
-def test_scripts_import_from_the_current_folder(tmp_path):
+def test_a_script_imports_from_the_current_folder(tmp_path):
     (tmp_path / "mine.py").write_text("raise ImportError('of mine')")
     words = ("MODEL._target_=mine.Missing", "EXPERIMENT.DEVICE=cpu")
     done = children.python(ROOT / "tools/analyze_batch_sizes.py", *words, cwd=tmp_path)

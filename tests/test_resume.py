@@ -109,7 +109,11 @@ def test_other_processes_go_on_at_the_same_place(run, torchrun, tmp_path):
     torchrun(3, *options).ok()
     folder = tmp_path / "runs/plain"
     num_steps = before["step"] + (97 - before["samples"]) // 24 + 4  # of the last epoch
-    assert curve(folder)[0] == [*range(1, num_steps + 1)]
+    steps, rates, _ = curve(folder)
+    assert steps == [*range(1, num_steps + 1)]
+    position = before["epoch"] * 4 + before["samples"] / 24
+    [expected] = rates_at([position], plan_of(folder)["TOTAL_STEPS"])
+    assert rates[before["step"]] == pytest.approx(expected)
     groups = checkpoint_of(folder)["state"]["optimizer"]["param_groups"]
     assert groups[0]["lr"] == pytest.approx(0.001)
     assert all(group["step"] == num_steps for group in groups), "lamb counts in its groups"

@@ -62,7 +62,6 @@ def test_a_run_of_steps_ends_with_its_schedule_and_a_validation(whole):
     assert [group["lr"] for group in saved["state"]["optimizer"]["param_groups"]] == pytest.approx(
         [0.001] * 2
     ), "the floor of the schedule"
-
     plan = plan_of(whole)
     assert (plan["TOTAL_STEPS"], plan["STEPS_PER_EPOCH"]) == (17, 11)
     assert json.loads((whole / "result.json").read_text())["total_steps"] == 17

@@ -252,7 +252,9 @@ class ThroughPillow:
         try:
             pillow = self.transform(pillow)
         except ValueError as error:
-            if "bits" not in str(error):  # timm 1.0 asks Pillow 13 for colors of 0 bits
+            if "bits must be between" not in str(
+                error
+            ):  # timm 1.0 asks Pillow 13 for colors of 0 bits
                 raise
         return pillow if isinstance(image, Image.Image) else pixels_of(pillow).contiguous()
 

@@ -93,7 +93,7 @@ def test_steps_that_accumulate_gradients_are_certified():
     assert len(set(sizes)) == len(sizes), "no size ran again"
 
 
-def test_the_last_batch_and_some_numbers_are_no_growth(caplog):
+def test_keeping_the_last_batch_and_losses_is_no_leak(caplog):
     kept, losses = {}, []
 
     def step(batch):

@@ -35,7 +35,7 @@ def test_four_ranks(tmp_path):
 
 
 def ranks_that_run(call, folder):
-    """Two ranks that no launcher ends; each calls a function of the program. They end with their objects."""
+    """Two ranks that no launcher ends; each calls a function of the program until its object is gone."""
     program = f"import {PROGRAM} as p, pathlib; p.{call}"
     with (folder / "log.txt").open("w") as log:
         return [

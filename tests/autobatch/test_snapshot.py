@@ -116,7 +116,16 @@ class WithExtraState(nn.Module):
         self.helper.calls = state
 
 
+class Overlapping(nn.ParameterList):
+    """Two parameters over one storage, with special values."""
+
+    def __init__(self):
+        values = torch.tensor([math.nan, -0.0, 0.0, math.inf, 1e-45])
+        super().__init__(map(nn.Parameter, values.repeat(2).as_strided((2, 6), (4, 1))))
+
+
 MODULES = {
+    "two parameters over one storage": (Overlapping, spoil),
     "with gradients": (Trained, spoil),
     "sparse gradient": (Sparse, sparse_step),
     "extra state": (WithExtraState, lambda model: model.helper.calls.append(1)),
@@ -139,6 +148,8 @@ class Restless(nn.Module):
             self.inferred = torch.zeros(2)
         self.slope = torch.ones(2, requires_grad=True)  # no parameter, yet it learns
         self.recent = deque([1, 2], maxlen=2)
+        self.array = np.zeros(3)
+        self.generator = np.random.default_rng(0)
         self.hidden = [nn.Linear(1, 1)]  # its parameters are not this module's
         self.itself = [self]
         self.itself.append(self.itself)
@@ -148,10 +159,11 @@ class Restless(nn.Module):
         """All of it, and which objects these are."""
         modules = {id(module): (type(module), module._forward_hooks) for module in self.modules()}
         plain = (self.recent, len(self.itself), vars(self).keys())
+        numpy = (self.array.tolist(), self.generator.bit_generator.state)
         objects = (self.cache, self.cache["inside"][0], self.inferred)
         return [
             bits_of_module(self),
-            str((modules, plain, self.layer.weight._backward_hooks or {})),
+            str((modules, plain, numpy, self.layer.weight._backward_hooks or {})),
             bits((*objects, self.slope, self.slope.grad)),
             list(map(id, objects)),
             bits_of_module(self.hidden[0]),
@@ -169,6 +181,8 @@ CHANGES = {
     "tensor in a container": lambda module: module.cache["inside"][0].add_(1),
     "dict in a tuple": lambda module: module.cache["inside"][1][1].update(deep=2),
     "deque": lambda module: module.recent.append(9),
+    "array": lambda module: module.array.__setitem__(0, 5.0),
+    "NumPy's generator": lambda module: module.generator.random(),
     "module in a list": lambda module: spoil(module.hidden[0]),
     "what refers to itself": lambda module: module.itself.clear(),
     "attribute removed": lambda module: delattr(module, "name"),

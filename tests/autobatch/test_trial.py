@@ -212,6 +212,25 @@ def test_validation_has_the_optimizers_state_resident():
 # -- nothing stays
 
 
+def test_each_trial_begins_with_the_callers_own_values():
+    """As the pointer of a queue, which steers a step."""
+    model = nn.Linear(16, 1)
+    model.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = model.weight.detach().clone()
+
+    def step(batch):
+        assert torch.equal(model.weight, expected)
+        assert model.pointer == 0
+        model.pointer += len(batch)
+        model(batch).sum().backward()
+        optimizer.step()
+
+    runner = make_runner(step, samples, model, optimizer, num_steps=1)
+    runner(200)
+    runner(200)
+
+
 @pytest.mark.parametrize("wraps", ["while handling", "keeps"])
 def test_a_failed_trial_keeps_nothing_alive(wraps):
     """Neither its traceback nor a cycle does."""

@@ -60,6 +60,8 @@ LINES = {
         train,
         "--launcher slurm --slurm array=1 ntasks=8 chdir=/ signal=B:TERM@60",
     ),
+    "a signal to the ranks": (train, "--launcher slurm --slurm signal=USR1@60"),
+    "a signal without seconds": (train, "--launcher slurm --slurm signal=B:USR1@0"),
     "options of sbatch without a launcher": (train, "--slurm nodes=2"),
     "a status without a folder": (sweep, "--status"),
     "the status of a folder that is not there": (sweep, "--status runs/nope"),

@@ -133,9 +133,9 @@ def test_a_folder_or_a_run_as_a_word_gives_the_command_to_type(command, word):
     [problem] = problems(command, word)
     first, *rest = words_of(problem.rpartition(": ")[2])
     config = read(first, *rest)[1]
-    found = (first, config.DATA.DATASET.ROOT, config.TRAIN.AUTO_RESUME)
-    is_run = word != "my birds"
-    assert found == (command, None if is_run else word, is_run and command == "train")
+    data, is_run = config.DATA.DATASET, word != "my birds"
+    assert (("synthetic", None) if is_run else ("imagefolder", word)) == (data.NAME, data.ROOT)
+    assert (first, config.TRAIN.AUTO_RESUME) == (command, is_run and command == "train")
 
 
 LIGHT = (

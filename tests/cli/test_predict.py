@@ -143,7 +143,7 @@ def test_a_reader_that_has_gone_is_no_traceback(desk):
 
 
 @pytest.mark.usefixtures("desk")
-def test_errors_name_the_options(run):
+def test_an_error_names_the_option(run):
     """In Python they name the arguments."""
     outcome = run("export", "runs/birds", "--format=safetensors", "--opset=18")
     assert (outcome.code, "  - --opset" in outcome.err) == (2, True)

@@ -142,8 +142,11 @@ def test_a_mode_has_one_three_or_its_own_number_of_channels(tmp_path, mode):
     for channels in range(1, 6):
         if channels in (1, 3, {"LA": 2, "RGBA": 4, "CMYK": 4}.get(mode)):
             assert load_image(path, channels).shape == (channels, 16, 24)
+            assert not damage(path, channels)
         else:
             assert "DATA.DATASET.CHANNELS" in damage(path, channels)
+            with pytest.raises(DataError):
+                load_image(path, channels)
 
 
 BANDS = np.random.default_rng(5).integers(0, 2**12, (5, 16, 24), dtype=np.uint16)

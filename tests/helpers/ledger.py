@@ -62,10 +62,6 @@ class Ledger:
         """The sum now."""
         return sum(self.live.values())
 
-    def start_a_new_peak(self):
-        """Let the peak start at the present sum."""
-        self.peak_bytes = self.live_bytes
-
     def _allocate(self, number, num_bytes):
         assert number not in self.live
         self.live[number] = num_bytes

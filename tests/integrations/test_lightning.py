@@ -208,14 +208,15 @@ def test_no_validation_step_is_needed_and_no_file_is_written(tmp_path):
 
 def test_what_a_whole_loop_keeps_is_counted():
     class Keeping(Plain):
-        """Keeps a quarter of a MiB of each sample."""
+        """Keeps a quarter of a MiB of each sample of training, and half of one of validation."""
 
         def __init__(self):
             super().__init__()
             self.kept = []
 
         def loss(self, batch):
-            self.kept.append(batch[0].new_ones(len(batch[0]), 2**16))
+            width = 2**16 if self.training else 2**17
+            self.kept.append(batch[0].new_ones(len(batch[0]), width))
             return super().loss(batch)
 
         def on_validation_epoch_end(self):
@@ -228,9 +229,10 @@ def test_what_a_whole_loop_keeps_is_counted():
 
     callback = AutoBatch(**room(100), max_batch_size=4, min_batch_size=4)
     fit(Keeping(), callbacks=[callback], num_sanity_val_steps=0, max_epochs=1)
-    for result in callback.results.values():
+    for mode, kept_mib in (("train", 16), ("val", 32)):
+        result = callback.results[mode]
         grown_mib = (result.peak_bytes - result.held_bytes) / 2**20
-        assert 16 <= grown_mib < 18
+        assert kept_mib <= grown_mib < kept_mib + 2
 
 
 class Backbone(Plain):

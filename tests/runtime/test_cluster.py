@@ -125,18 +125,22 @@ def test_ranks_with_slow_steps_look_for_a_signal_after_each(monkeypatch, step_s,
     assert exchanged[:3] == [1, 1 + num_steps, 1 + 2 * num_steps]
 
 
-@e2e
-def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(tmp_path):
+@pytest.mark.parametrize(
+    "name", [pytest.param("SIGINT", marks=slow), pytest.param("SIGTERM", marks=e2e)]
+)
+def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(tmp_path, name):
     options = ("TRAIN.EPOCHS=12", "DATA.NUM_WORKERS=1")
     job = Ranks(tmp_path, *JOB, *options)
     job.wait_for("runs/small/checkpoints/last.pt")
-    job.process.send_signal(signal.SIGTERM)
+    job.process.send_signal(signal.Signals[name])
     ended = job.end()
     assert ended.code != 0
-    assert "SIGTERM" in ended.out
+    assert name in ended.out
+    assert "rank 1" not in ended.out
+    assert (tmp_path / "runs/small/logs/rank1.log").is_file()
     assert not re.search(r"linnaeus/(training|run\.py)", ended.out), "a traceback of ours"
-    for name in ("small", "undisturbed"):
-        run_job(tmp_path, *options, f"EXPERIMENT.NAME={name}").ok()
+    for run in ("small", "undisturbed"):
+        run_job(tmp_path, *options, f"EXPERIMENT.NAME={run}").ok()
     runs = tmp_path / "runs"
     assert_same_bits(weights(runs / "small"), weights(runs / "undisturbed"))
 

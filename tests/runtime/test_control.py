@@ -62,7 +62,7 @@ def test_exchanges_give_every_rank_its_values_and_leave_few_keys():
 
 
 def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(caplog):
-    """Or only as long as it is to be."""
+    """At most `limit_s`, where that is given."""
     caplog.set_level(logging.INFO, "linnaeus.autobatch.ranks")
     main, other = control_planes(name_of=lambda rank: rank + 2)
     waited = []

@@ -92,7 +92,7 @@ def test_a_sweep_survives_preemption_timeout_and_lost_controller(slurm, tmp_path
     assert all(validations_of(folder) == [12, 24, 36, 48] for folder in folders)
 
 
-def test_cancelled_workers_give_their_runs_back(slurm, tmp_path, run_folder):
+def test_cancelled_workers_leave_their_runs_interrupted(slurm, tmp_path, run_folder):
     words = ("sweep", "--cfg", "my_exp.yaml", "EXPERIMENT.SEED=0,1", *ON_SLURM)
     shell = Shell(slurm, tmp_path, *words)
     wait_until(lambda: len([*run_folder.glob("*/checkpoints/last.pt")]) == 2, log=shell.log)

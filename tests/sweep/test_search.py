@@ -90,6 +90,7 @@ def test_two_workers_share_a_study_and_ask_for_no_trial_too_many(open_study):
     ends = [(0.5, 0), (None, 1), (None, 143), (None, 130)]
     for (_, run), (value, code) in zip(runs, ends, strict=True):
         end(run, value, code)
+    other.sweep.repeat_failed()
     assert [number for number, _ in other.open_trials()] == [3], "it was interrupted and goes on"
     assert states(one) == ["COMPLETE", "FAIL", "PRUNED", "RUNNING"]
     assert f"{runs[0][1].title} with 0.5" in str(one.best())

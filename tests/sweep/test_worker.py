@@ -102,21 +102,25 @@ def test_a_sweep_is_known_by_its_file(run):
     assert (refused.code, "sweep.json" in refused.err) == (2, True)
 
 
-OUTSIDE = [
-    {"name": name, "values": {}, "config": ""} for name in ("..", "../other", "/other", "a/b")
-]
+def with_run(name):
+    return {"runs": [{"name": name, "values": {}, "config": ""}]}
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{}, {"argv": 3}, {"trials": "many"}, {"runs": [3]}, *({"runs": [run]} for run in OUTSIDE)],
+    ("change", "is_refused"),
+    [
+        ({}, False),
+        (with_run("a"), False),
+        *((with_run(name), True) for name in ("..", "../other", "/other", "a/b")),
+        *((change, True) for change in ({"argv": 3}, {"trials": "many"}, {"runs": [3]})),
+    ],
 )
-def test_a_foreign_sweep_is_a_mistake(run, change):
+def test_a_foreign_sweep_is_a_mistake(run, change, is_refused):
     """Also one with runs outside its folder."""
     file = planned_sweep(*TINY, "EXPERIMENT.SEED=0,1").folder / "sweep.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     status = run("sweep", "runs/tiny", "--status")
-    assert (status.code, "sweep.json" in status.err) == ((2, True) if change else (0, False))
+    assert (status.code, "sweep.json" in status.err) == ((2, True) if is_refused else (0, False))
 
 
 def test_the_second_signal_kills_a_run(tmp_path):
@@ -235,7 +239,7 @@ def test_a_sweep_killed_at_random_moments_ends_as_a_calm_one(tmp_path):
 
     def written_bytes():
         """An epoch writes 200 bytes of output; the whole sweep writes at least 160,000."""
-        outputs = [tmp_path / "shell.txt", *folder.rglob("logs/*.txt")]
+        outputs = [tmp_path / "shell.txt", *folder.glob("EXPERIMENT*/logs/*.txt")]
         return sum(output.stat().st_size for output in outputs)
 
     def victims():

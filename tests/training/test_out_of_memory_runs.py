@@ -7,6 +7,7 @@ import pytest
 from torch import nn
 
 from linnaeus.autobatch.memory.host import status_bytes
+from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.training.checkpoint import load_checkpoint
 from tests.helpers import children
 from tests.helpers.greedy import SPLIT, greedy
@@ -61,6 +62,26 @@ def test_a_resumed_run_keeps_to_the_smaller_micro_batches(run, tmp_path, monkeyp
     assert [result[name] for name in sizes] == [8, 2, 16]
 
 
+@pytest.mark.e2e
+def test_sizes_that_autobatch_found_are_split_and_kept(run, tmp_path):
+    searched = (
+        "DATA.AUTOBATCH.ENABLED=True",
+        "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=16",
+        "TRAIN.EFFECTIVE_BATCH_SIZE=null",
+    )
+    options = (*RUN, SPLIT, *searched, *greedy(8, from_step=200))  # after what the trials count
+    outcome = run(*options, "TRAIN.EPOCHS=40").ok()
+    saved = checkpoint_of(tmp_path / "runs/plain")
+    assert AutoBatchResult.from_dict("train", saved["autobatch"]["train"]).batch_size == 16
+    assert outcome.out.count(SAYS_SPLIT) == 1
+    assert (saved["micro_batch_limit"], saved["plan"]["EFFECTIVE_BATCH"]) == (8, 16)
+    again = run(*options, "TRAIN.EPOCHS=41").ok()
+    assert SAYS_SPLIT not in again.out
+    plan = checkpoint_of(tmp_path / "runs/plain")["plan"]
+    assert (plan["MICRO_BATCH"], plan["EFFECTIVE_BATCH"]) == (8, 16)
+
+
 @pytest.mark.slow
 def test_a_real_shortage_of_memory_is_survived(run_in_child, tmp_path):
     # Validation is never split, so its batches are small ones that always fit.
@@ -81,18 +102,23 @@ TWO = (*(token for token in RUN if "EFFECTIVE" not in token), "TRAIN.EFFECTIVE_B
 
 @pytest.mark.e2e
 def test_ranks_save_a_checkpoint_and_resume_at_a_smaller_size(torchrun, tmp_path):
-    """One fails to clip its gradients in the first step, when the other one may have made the update."""
+    """One fails to clip its gradients in the fifth step, after the other one may have updated the model."""
     fault, options = tmp_path / "runs/fault", (*TWO, "TRAIN.CLIP_GRAD_NORM=100")
-    failing = (*options, *greedy(8, where="clip"), "MODEL.rank=1", SPLIT, "EXPERIMENT.NAME=fault")
+    failing = (
+        *options,
+        *greedy(8, from_step=4, where="clip"),
+        "MODEL.rank=1",
+        SPLIT,
+        "EXPERIMENT.NAME=fault",
+    )
     assert torchrun(2, *failing).code != 0
     saved = load_checkpoint(fault / "checkpoints/failed_rank.pt")
-    assert saved["progress"]["step"] == saved["state"]["model"]["num_samples"] == 0
+    assert (saved["progress"]["step"], saved["progress"]["samples"]) == (4, 32)
+    assert saved["state"]["model"]["num_samples"] == 4 * 16, "without the failed step"
     assert (saved["micro_batch_limit"], saved["plan"]["MICRO_BATCH"]) == (8, 8)
     assert saved["plan"]["EFFECTIVE_BATCH"] == 32
     torchrun(2, *failing).ok()
     assert curve(fault)[0] == list(range(1, 10))
-    torchrun(2, *options, "DATA.BATCH_SIZE=8", "EXPERIMENT.NAME=smaller").ok()
-    assert_same_states(fault, tmp_path / "runs/smaller")
 
 
 @pytest.mark.e2e

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from linnaeus.autobatch.memory.interface import DeviceMemory
-from linnaeus.autobatch.memory.oom import is_ambiguous, is_out_of_memory
+from linnaeus.autobatch.memory.oom import is_error_of_onednn, is_out_of_memory
 from linnaeus.autobatch.memory.storages import StorageTracer
 
 PROCESS = Path("/proc/self")
@@ -106,8 +106,8 @@ class CpuMemory(DeviceMemory):
             libc.malloc_trim(0)
 
     def refused(self, error: BaseException) -> bool:
-        """See `DeviceMemory.refused`; oneDNN reports a failed allocation by an ambiguous error."""
-        return is_out_of_memory(error) or is_ambiguous(error)
+        """See `DeviceMemory.refused`; also an error of oneDNN, which does not name its cause."""
+        return is_out_of_memory(error) or is_error_of_onednn(error)
 
     def reset_peak(self) -> None:
         """Reset the peak to the memory in use now."""

@@ -23,9 +23,9 @@ _OUT_OF_MEMORY = re.compile(
     r"|std::bad_alloc|bad allocation",
     re.IGNORECASE,
 )
+_ONEDNN = re.compile(r"could not (create|execute) a primitive", re.IGNORECASE)
 _AMBIGUOUS = re.compile(
-    r"could not (create|execute) a primitive"  # oneDNN
-    r"|can't start new thread"
+    _ONEDNN.pattern + r"|can't start new thread"
     r"|error return without exception set|without setting an exception"  # Python had no memory for one
     r"|unable to find an engine|unable to find a valid cuDNN algorithm"  # no workspace for any of them
     r"|CUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR|EXECUTION_FAILED)"
@@ -54,6 +54,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def is_ambiguous(error: BaseException) -> bool:
     """Return whether libraries raise this error when an allocation failed, but for other reasons too."""
     return _says(error, _AMBIGUOUS)
+
+
+def is_error_of_onednn(error: BaseException) -> bool:
+    """Return whether oneDNN failed: on the CPU its kernels lacked memory."""
+    return _says(error, _ONEDNN)
 
 
 def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:

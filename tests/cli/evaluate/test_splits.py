@@ -27,9 +27,7 @@ def test_evaluate_and_predict_read_the_split_that_was_trained(tmp_path, monkeypa
     test = content_of(folder / "result.json")["test"]
     assert command("evaluate", "DATA.DATASET.ROOT=birds/Testing") == 0
     [file] = folder.glob("evaluations/best_*.json")
-    assert content_of(file)["metrics"].items() >= test.items(), (
-        "it has evaluated the best checkpoint"
-    )
+    assert content_of(file)["metrics"].items() >= test.items(), "it is the best checkpoint"
     header, *rows = rows_of(folder / "split.csv")
     assert header == ["path", "split", "level1", "level2"]
     assert [row[1] for row in rows] == ["train"] * 12 + ["val"] * 12 + ["test"] * 8
