@@ -136,9 +136,11 @@ CASES = (
 """Each optimizer, number format and switch with each of four models, and at two fractions or more; then some
 that once broke their promise; then what is frozen, mixed or summed over the taxonomy."""
 CONTROLS = tuple(
-    case for case in CASES if case[1:4] in ((0.80, "sgd", "off"), (0.97, "adamw", "bf16"))
+    case
+    for case in CASES
+    if case[1:4] == (0.80, "sgd", "off") or case[:4] == ("vit", 0.97, "adamw", "bf16")
 )
-"""Cases that are run with sizes 5 and 10 % too large as well."""
+"""Cases that are run with sizes 10 % too large as well: segments of 20 MiB hide 5 % in this room."""
 
 
 def named(case):
@@ -302,13 +304,11 @@ def test_a_run_reserves_no_more_than_was_promised(case, tmp_path):
 @on_a_phantom
 @pytest.mark.parametrize("case", CONTROLS, ids=named)
 def test_sizes_that_are_too_large_break_the_promise(case, tmp_path):
-    """The negative control: in training and in validation, or memory runs out."""
+    """In training and in validation, or memory runs out."""
     run = Run(case, tmp_path)
     check(run)
-    for excess in (0.05, 0.10):
-        try:
-            phases = run.phases(excess=excess)
-        except (torch.OutOfMemoryError, OutOfMemoryError):
-            continue
-        broken = {phase.mode for phase in phases if not phase.is_kept}
-        assert broken == {"train", "val"}, excess
+    try:
+        phases = run.phases(excess=0.10)
+    except (torch.OutOfMemoryError, OutOfMemoryError):
+        return
+    assert {phase.mode for phase in phases if not phase.is_kept} == {"train", "val"}, phases
