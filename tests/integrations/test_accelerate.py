@@ -47,7 +47,7 @@ def test_batches_within_a_budget_hold_every_sample_once(one, two):
         assert parts[0]["shapes"][0] != parts[0]["shapes"][1]
 
 
-def test_trials_hold_the_longest_samples_until_the_optimizer_steps(one):
+def test_trials_hold_the_longest_samples_until_the_update(one):
     assert one["trials"] == {"lengths": [56], "held": True}
 
 

@@ -141,7 +141,7 @@ def test_steps_that_a_scaler_skips_are_left_out_of_the_mean():
     assert math.isnan(meter.drain()), "no step counts"
 
 
-def test_a_scale_that_overflows_have_halved_too_often_ends_the_run():
+def test_a_loss_scale_that_is_too_small_ends_the_run():
     small, too_small = (
         LossMeter(World(CPU), torch.amp.GradScaler("cpu", init_scale=scale))
         for scale in (2.0**-4, 2.0**-5)
