@@ -252,9 +252,8 @@ class ThroughPillow:
         try:
             pillow = self.transform(pillow)
         except ValueError as error:
-            if "bits must be between" not in str(
-                error
-            ):  # timm 1.0 asks Pillow 13 for colors of 0 bits
+            # timm 1.0 asks Pillow 13 for colors of 0 bits.
+            if "bits must be between" not in str(error):
                 raise
         return pillow if isinstance(image, Image.Image) else pixels_of(pillow).contiguous()
 
